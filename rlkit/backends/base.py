@@ -1,0 +1,58 @@
+"""What a training backend is: five collective functions and a read-only view of its weights. Called by
+`orchestration/train_workers.py`.
+
+Every rank calls each function in the same order.
+
+    NEW --init--> AWAKE <--sleep / wake_up--> ASLEEP;  train and save need AWAKE.
+"""
+
+from pathlib import Path
+from typing import Protocol, assert_never
+
+from rlkit.config.schema import RunConfig
+from rlkit.types.batches import Update
+from rlkit.types.ranks import InitReport, MetricSet, RankInfo
+from rlkit.types.weights import WeightSource
+
+
+class Backend(Protocol):
+    """One training rank."""
+
+    @property
+    def weights(self) -> WeightSource:
+        """The policy's weights as engines want them. Valid after `init`, awake and asleep."""
+        ...
+
+    def init(self, cfg: RunConfig, rank: RankInfo, *, resume_from: Path | None) -> InitReport:
+        """Join the process group, build and shard the model, load weights (from `resume_from` if given, else
+        `--hf-checkpoint`)."""
+        ...
+
+    def train(self, step: int, updates: list[Update]) -> MetricSet:
+        """One optimizer step per update, in order. Returns metrics reduced over all ranks (`train/...`, `time/...`,
+        `memory/...`)."""
+        ...
+
+    def save(self, step: int, directory: Path, *, hf_directory: Path | None) -> None:
+        """Write model, optimizer, schedule and random state into `directory` (and a Hugging Face export). Returns when
+        all ranks are done."""
+        ...
+
+    def sleep(self) -> None:
+        """Free the GPU: weights and optimizer go to host memory. On a CPU there is nothing to move."""
+        ...
+
+    def wake_up(self) -> None:
+        """Undo `sleep`, bit for bit."""
+        ...
+
+
+def create_backend(cfg: RunConfig) -> Backend:
+    """The backend that `--train-backend` names."""
+    match cfg.train.train_backend:
+        case "fsdp":
+            from rlkit.backends.fsdp.backend import FsdpBackend  # local: keeps transformers out of --help
+
+            return FsdpBackend()
+        case _:
+            assert_never(cfg.train.train_backend)

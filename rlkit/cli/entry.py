@@ -1,0 +1,84 @@
+"""From the command line to a run that may start: parse, check, answer `--help` and `--dry-run`, name the run folder.
+
+Called by `train.py`. Imports neither torch nor ray.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlkit.cli.dry_run import print_dry_run
+from rlkit.config.load import load_config, to_json
+from rlkit.config.rules import advice, check_paths
+from rlkit.config.schema import RunConfig
+from rlkit.data.rows import count_rows
+from rlkit.types.errors import ConfigError, RlkitError
+
+EXIT_CONFIG = 2
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """A configuration that passed every check that needs no cluster."""
+
+    cfg: RunConfig
+    num_steps: int
+    run_dir: Path
+    config_json: dict[str, Any]
+
+
+def prepare_run(argv: Sequence[str]) -> RunPlan:
+    """The plan of a run. Raises ConfigError; exits after `--help` and `--dry-run`."""
+    resolved = load_config(argv)
+    cfg = resolved.config
+    if cfg.debug.dry_run:
+        print_dry_run(resolved, sys.stdout)
+        raise SystemExit(0)
+    problems = check_paths(cfg)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    for sentence in advice(cfg):
+        print(f"note: {sentence}", file=sys.stderr)
+    return RunPlan(cfg=cfg, num_steps=num_steps(cfg), run_dir=run_dir(cfg), config_json=to_json(resolved))
+
+
+def num_steps(cfg: RunConfig) -> int:
+    """Rollouts of the run: `--num-rollout`, or as many whole batches as `--num-epoch` passes over the prompt file hold."""
+    if cfg.rollout.num_rollout is not None:
+        return cfg.rollout.num_rollout
+    assert cfg.rollout.num_epoch is not None and cfg.data.prompt_data is not None, "a rule of config/rules.py"
+    rows = count_rows(cfg.data.prompt_data)
+    steps = cfg.rollout.num_epoch * rows // cfg.rollout.rollout_batch_size
+    if steps == 0:
+        raise ConfigError(
+            f"--num-epoch {cfg.rollout.num_epoch} over {rows} rows of {cfg.data.prompt_data} is less than one batch of "
+            f"--rollout-batch-size {cfg.rollout.rollout_batch_size}; lower the batch or set --num-rollout"
+        )
+    return steps
+
+
+def run_dir(cfg: RunConfig) -> Path:
+    if cfg.logging.output_dir is not None:
+        return Path(cfg.logging.output_dir)
+    return Path("runs") / f"{Path(cfg.model.hf_checkpoint).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def run_cli(main: Callable[[list[str]], None], argv: list[str]) -> int:
+    """Run an entry point; errors that users can act on are one message, not a traceback (that is in `logs/driver.log`)."""
+    try:
+        main(argv)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_CONFIG
+    except RlkitError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted; every process of the run has been stopped", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0

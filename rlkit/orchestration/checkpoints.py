@@ -1,0 +1,156 @@
+"""The folder of checkpoints: what is complete, which one a run continues from, how one is written, which are deleted.
+
+    <save>/iter_0000011/COMPLETE            written last; a folder without it is never chosen
+                       /meta.json           step, weight version, world size
+                       /rollout_state.json  position in the prompt file and the next group id
+                       /trainer/            what the backend wrote
+          /latest_checkpointed_iteration.txt  the newest step, for people and other tools; not trusted here
+
+A checkpoint is written into `.iter_0000011.tmp` and renamed. Pure file handling; called by `session.py`.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlkit.types.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+MARKER = "COMPLETE"
+POINTER = "latest_checkpointed_iteration.txt"
+NAME = re.compile(r"iter_(\d{7,})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointMeta:
+    step: int
+    """The step after which it was saved."""
+    weight_version: int
+    """Version of the weights in it: step + 1."""
+    world_size: int
+    """Training ranks that wrote it. Any number can load it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    path: Path
+    meta: CheckpointMeta
+    rollout_state: dict[str, Any]
+
+    @property
+    def trainer_dir(self) -> Path:
+        return self.path / "trainer"
+
+
+def start_step(checkpoint: Checkpoint | None, start_rollout_id: int | None) -> int:
+    """First step of a run: `--start-rollout-id` if given, else the one after the checkpoint, else 0."""
+    if start_rollout_id is not None:
+        return start_rollout_id
+    return checkpoint.meta.step + 1 if checkpoint is not None else 0
+
+
+def find_checkpoint(directory: Path, step: int | None = None) -> Checkpoint | None:
+    """The newest complete checkpoint, or that of `step`. None when the folder holds no checkpoint at all.
+
+    Incomplete ones are skipped with a warning that names them. Raises CheckpointError when the wanted step is not there, when only
+    incomplete ones are, or when a complete one has lost a part: training must not restart its data silently.
+    """
+    if not directory.is_dir():
+        return None
+    folders = {int(match[1]): path for path in directory.iterdir() if (match := NAME.fullmatch(path.name))}
+    complete = {number: path for number, path in folders.items() if (path / MARKER).is_file()}
+    for number in sorted(folders.keys() - complete.keys()):
+        logger.warning("skipping %s: it has no %s marker, so its save did not finish", folders[number], MARKER)
+    if step is not None:
+        if step not in complete:
+            raise CheckpointError(f"--ckpt-step {step} is not complete in {directory}; complete are {sorted(complete)}")
+        return read_checkpoint(complete[step])
+    if complete:
+        return read_checkpoint(complete[max(complete)])
+    if folders:
+        raise CheckpointError(
+            f"{directory} holds only unfinished checkpoints ({', '.join(sorted(p.name for p in folders.values()))}); "
+            "remove them to start anew, or point --load elsewhere"
+        )
+    return None
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Check that every part of a complete checkpoint is there."""
+    missing = [name for name in ("meta.json", "rollout_state.json", "trainer") if not (path / name).exists()]
+    if missing:
+        raise CheckpointError(
+            f"{path} is marked complete but lacks {', '.join(missing)}; continue from another one with --ckpt-step"
+        )
+    meta = CheckpointMeta(**json.loads((path / "meta.json").read_text()))
+    return Checkpoint(path=path, meta=meta, rollout_state=json.loads((path / "rollout_state.json").read_text()))
+
+
+def staging_dir(directory: Path, step: int) -> Path:
+    """A fresh folder to write step's checkpoint into; leftovers of an interrupted save are removed."""
+    path = directory / f".iter_{step:07d}.tmp"
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
+
+
+def commit(staging: Path, meta: CheckpointMeta, rollout_state: dict[str, Any]) -> Path:
+    """Add what is missing, mark it complete, rename it into place and move the pointer."""
+    directory = staging.parent
+    write_durably(staging / "meta.json", json.dumps(asdict(meta), indent=2))
+    write_durably(staging / "rollout_state.json", json.dumps(rollout_state))
+    write_durably(staging / MARKER, "")
+    final = directory / f"iter_{meta.step:07d}"
+    if final.exists():
+        # Training an old step again (--ckpt-step): the new one replaces it, never half of it.
+        old = directory / f".iter_{meta.step:07d}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        staging.rename(final)
+        shutil.rmtree(old)
+    else:
+        staging.rename(final)
+    pointer = directory / (POINTER + ".tmp")
+    write_durably(pointer, f"{meta.step}\n")
+    pointer.replace(directory / POINTER)
+    sync_dir(directory)
+    return final
+
+
+def prune(directory: Path, keep: int | None) -> list[Path]:
+    """Delete all but the `keep` newest complete checkpoints (None keeps all); returns what was deleted."""
+    if keep is None:
+        return []
+    complete = sorted(
+        (path for path in directory.iterdir() if NAME.fullmatch(path.name) and (path / MARKER).is_file()),
+        key=lambda path: int(path.name.removeprefix("iter_")),
+    )
+    doomed = complete[: max(0, len(complete) - keep)]
+    for path in doomed:
+        (path / MARKER).unlink()  # first, so that an interrupted deletion leaves nothing that looks complete
+        shutil.rmtree(path)
+    return doomed
+
+
+def write_durably(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_dir(directory: Path) -> None:
+    """Make renames in `directory` survive a power loss."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

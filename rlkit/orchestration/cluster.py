@@ -1,0 +1,164 @@
+"""Ray: start it or join it, and turn a layout into a placement group whose slots are ordered by node and GPU.
+
+Without CUDA a slot is a unit of the custom resource `rank_slot`; its bundle takes a hundredth of a CPU, because the cores are shared
+by hand (`threads_per_slot`) and not by Ray.
+"""
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlkit.config.schema import RunConfig
+from rlkit.orchestration.layout import Layout
+from rlkit.types.errors import PlacementError
+
+logger = logging.getLogger(__name__)
+
+SLOT_RESOURCE = "rank_slot"
+TRAINER_SHARE = 0.4
+ENGINE_SHARE = 0.2
+"""Shares of one slot: a trainer and an engine fit on the same one, two trainers do not."""
+
+WORKER_ENV = {
+    # Every process sees every GPU under its plain index, so that one index means one device in trainer and engine alike.
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """One placed slot."""
+
+    bundle: int
+    """Index of its bundle in the placement group."""
+    node_id: str
+    node_ip: str
+    gpu_id: int
+    """CUDA index on the node; on a CPU the position among the node's slots."""
+
+
+@ray.remote(num_cpus=0)
+class SlotProbe:
+    """Says where its bundle landed."""
+
+    def where(self) -> tuple[str, str, int]:
+        gpus = ray.get_gpu_ids()
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), int(gpus[0]) if gpus else -1
+
+
+class Cluster:
+    """A joined or private Ray cluster and the run's placement group in it."""
+
+    def __init__(self, cfg: RunConfig, layout: Layout, *, device: str) -> None:
+        self.device = device
+        self._owns_ray = not ray.is_initialized()
+        self._group: PlacementGroup | None = None
+        if self._owns_ray:
+            start_ray(cfg, layout, device=device)
+        try:
+            self.slots = self._place(layout, timeout_s=cfg.cluster.placement_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self, layout: Layout, *, timeout_s: float) -> list[Slot]:
+        if layout.num_slots == 0:
+            return []
+        bundle = {"GPU": 1, "CPU": 1} if self.device == "cuda" else {SLOT_RESOURCE: 1, "CPU": 0.01}
+        resource = "GPU" if self.device == "cuda" else SLOT_RESOURCE
+        available = int(ray.cluster_resources().get(resource, 0))
+        if available < layout.num_slots and self._owns_ray:
+            # A private cluster never grows; a shared one may.
+            raise PlacementError(shortage(layout, available, resource))
+        self._group = placement_group([bundle] * layout.num_slots, strategy="PACK")
+        self._wait(self._group, layout, resource, timeout_s)
+        probes = [
+            SlotProbe.options(
+                num_gpus=0.01 if self.device == "cuda" else 0, scheduling_strategy=self._in_bundle(index)
+            ).remote()
+            for index in range(layout.num_slots)
+        ]
+        places = ray.get([probe.where.remote() for probe in probes])
+        for probe in probes:
+            ray.kill(probe)
+        return order_slots(places)
+
+    def _wait(self, group: PlacementGroup, layout: Layout, resource: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not group.wait(timeout_seconds=10):
+            available = int(ray.cluster_resources().get(resource, 0))
+            message = shortage(layout, available, resource)
+            if time.monotonic() > deadline:
+                raise PlacementError(f"{message}; gave up after {timeout_s:.0f} s (--placement-timeout-s)")
+            logger.warning("%s; waiting", message)
+
+    def _in_bundle(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+        assert self._group is not None
+        return PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=bundle)
+
+    def actor_options(self, slot: int, *, share: float, num_threads: int) -> dict:
+        """Ray options of an actor on `slot` that takes `share` of it."""
+        threads = {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
+        options = {
+            "num_cpus": 0,
+            "scheduling_strategy": self._in_bundle(self.slots[slot].bundle),
+            "runtime_env": {"env_vars": {**WORKER_ENV, **threads}},
+        }
+        if self.device == "cuda":
+            options["num_gpus"] = share
+        else:
+            options["resources"] = {SLOT_RESOURCE: share}
+        return options
+
+    def threads_per_slot(self, slots_in_use: int) -> int:
+        """Intra-op threads of each of `slots_in_use` processes that compute at the same time on this machine."""
+        return max(1, len(os.sched_getaffinity(0)) // max(1, slots_in_use))
+
+    def close(self) -> None:
+        if self._group is not None and ray.is_initialized():
+            remove_placement_group(self._group)
+        if self._owns_ray:
+            ray.shutdown()
+
+
+def start_ray(cfg: RunConfig, layout: Layout, *, device: str) -> None:
+    """Join `--ray-address`, or start a private cluster on this machine that ends with this process."""
+    common = {"log_to_driver": False, "logging_level": logging.ERROR}
+    address = cfg.cluster.ray_address or os.environ.get("RAY_ADDRESS")
+    if address:
+        ray.init(address=address, **common)
+        return
+    resources = {} if device == "cuda" else {SLOT_RESOURCE: float(max(1, layout.num_slots))}
+    ray.init(include_dashboard=False, resources=resources, **common)
+
+
+def order_slots(places: list[tuple[str, str, int]]) -> list[Slot]:
+    """Slots by (node, GPU), so that neighbouring ranks are neighbours on the machine."""
+    ordered = sorted(range(len(places)), key=lambda bundle: (ip_key(places[bundle][1]), places[bundle][2], bundle))
+    slots, seen = [], dict[str, int]()
+    for bundle in ordered:
+        node_id, node_ip, gpu = places[bundle]
+        position = seen.get(node_id, 0)
+        seen[node_id] = position + 1
+        slots.append(Slot(bundle=bundle, node_id=node_id, node_ip=node_ip, gpu_id=gpu if gpu >= 0 else position))
+    return slots
+
+
+def ip_key(address: str) -> tuple[int, ...] | tuple[str]:
+    parts = address.split(".")
+    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else (address,)
+
+
+def shortage(layout: Layout, available: int, resource: str) -> str:
+    """What was asked and what is there."""
+    what = "GPUs" if resource == "GPU" else "rank slots"
+    return (
+        f"the run needs {layout.num_slots} {what} ({len(layout.rank_slots)} training ranks, {len(layout.engines)} engines), "
+        f"the cluster has {available}; lower --actor-num-gpus-per-node, --actor-num-nodes or --rollout-num-gpus, or add nodes"
+    )

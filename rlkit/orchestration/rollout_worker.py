@@ -1,0 +1,108 @@
+"""The rollout manager as a Ray actor. `RolloutWorker` is a shell around `RolloutManager`; `Rollouts` is the driver's handle."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import ObjectRef
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlkit.config.schema import RunConfig
+from rlkit.observability.console import Console
+from rlkit.observability.spans import Spans
+from rlkit.orchestration.cluster import WORKER_ENV
+from rlkit.orchestration.train_workers import claim_output
+from rlkit.orchestration.waiting import Waiter
+from rlkit.rollout.manager import RolloutManager
+from rlkit.types.ranks import MetricSet
+
+
+@ray.remote(num_cpus=0)
+class RolloutWorker:
+    """An async actor: progress can be asked for while a rollout runs."""
+
+    def __init__(self, cfg: RunConfig, run_dir: Path) -> None:
+        claim_output(run_dir, "rollout")
+        self._cfg = cfg
+        self._run_dir = run_dir
+        self._spans = Spans()
+        self._progress = (0, 0)
+        self._manager: RolloutManager | None = None
+
+    async def start(
+        self, dp: int, router_url: str | None, engine_urls: Sequence[str], state: dict[str, Any] | None
+    ) -> None:
+        """Open data, graders and connections; `state` is a checkpoint's."""
+        self._manager = RolloutManager(
+            self._cfg,
+            run_dir=self._run_dir,
+            dp=dp,
+            router_url=router_url,
+            engine_urls=engine_urls,
+            spans=self._spans,
+            on_progress=self._on_progress,
+        )
+        if state is not None:
+            self._manager.load_state(state)
+
+    def _on_progress(self, done: int, total: int) -> None:
+        self._progress = (done, total)
+
+    @property
+    def manager(self) -> RolloutManager:
+        assert self._manager is not None, "start() comes first"
+        return self._manager
+
+    async def progress(self) -> tuple[int, int]:
+        """Samples done and wanted in the running rollout or evaluation."""
+        return self._progress
+
+    async def generate(self, step: int) -> tuple[list[ObjectRef], MetricSet]:
+        """Shards go into the object store one by one, so that each rank fetches its own only."""
+        batch = await self.manager.generate(step)
+        return [ray.put(shard) for shard in batch.shards], {**batch.metrics, **self._spans.drain()}
+
+    async def evaluate(self, step: int) -> MetricSet:
+        return {**(await self.manager.evaluate(step)), **self._spans.drain()}
+
+    async def state(self) -> dict[str, Any]:
+        return self.manager.state()
+
+    async def close(self) -> None:
+        await self.manager.close()
+
+
+class Rollouts:
+    """Generates, evaluates and accounts for prompts; shows progress while it does."""
+
+    def __init__(self, cfg: RunConfig, *, run_dir: Path, waiter: Waiter, console: Console) -> None:
+        self._waiter = waiter
+        self._console = console
+        here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
+        self._worker = RolloutWorker.options(
+            scheduling_strategy=here, runtime_env={"env_vars": WORKER_ENV}, max_concurrency=8
+        ).remote(cfg, run_dir)
+
+    def start(
+        self, *, dp: int, router_url: str | None, engine_urls: Sequence[str], state: dict[str, Any] | None
+    ) -> None:
+        self._waiter.gather([self._worker.start.remote(dp, router_url, engine_urls, state)])
+
+    def generate(self, step: int) -> tuple[list[ObjectRef], MetricSet]:
+        return self._with_progress(self._worker.generate.remote(step), "generate")
+
+    def evaluate(self, step: int) -> MetricSet:
+        return self._with_progress(self._worker.evaluate.remote(step), "evaluate")
+
+    def _with_progress(self, task: ObjectRef, label: str) -> Any:
+        with self._console.progress(label) as bar:
+            return self._waiter.gather([task], on_poll=lambda: bar.update(*ray.get(self._worker.progress.remote())))[0]
+
+    def state(self) -> dict[str, Any]:
+        return self._waiter.gather([self._worker.state.remote()])[0]
+
+    def close(self) -> None:
+        """Grader processes end with the actor in any case; a clean close only lets it say goodbye first."""
+        ray.wait([self._worker.close.remote()], timeout=5.0)
+        ray.kill(self._worker)

@@ -1,0 +1,151 @@
+"""Training ranks as Ray actors. `TrainWorker` is a shell around a `Backend`; `TrainGroup` is the driver's handle on all of them."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import ObjectRef
+
+from rlkit.backends.base import Backend, create_backend
+from rlkit.config.schema import RunConfig
+from rlkit.observability.logs import set_up_logging
+from rlkit.orchestration.cluster import TRAINER_SHARE, Cluster
+from rlkit.orchestration.layout import Layout
+from rlkit.sync.base import PushReport, WeightChannel
+from rlkit.sync.factory import create_channel
+from rlkit.sync.group import free_port
+from rlkit.types.batches import Update
+from rlkit.types.ranks import EngineEndpoint, InitReport, MetricSet, RankInfo
+
+Gather = Callable[[Sequence[ObjectRef]], list[Any]]
+"""Waits for tasks and fails fast (`waiting.gather` with the run's watched processes)."""
+
+
+def claim_output(run_dir: Path, process: str) -> None:
+    """Send this Ray worker's log, standard output and standard error to `<run>/logs/<process>.log`."""
+    path = set_up_logging(run_dir, process)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+@ray.remote
+class TrainWorker:
+    """One training rank. No algorithm in here."""
+
+    def __init__(self, cfg: RunConfig, run_dir: Path, rank: int) -> None:
+        claim_output(run_dir, f"train_rank{rank}")
+        self._cfg = cfg
+        self._run_dir = run_dir
+        self._backend: Backend = create_backend(cfg)
+        self._channel: WeightChannel | None = None
+        self._rank: RankInfo | None = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        """Address and a free port of this node, asked of rank 0."""
+        address = ray.util.get_node_ip_address()
+        return address, free_port(address)
+
+    def init(self, rank: RankInfo, resume_from: Path | None) -> InitReport:
+        self._rank = rank
+        return self._backend.init(self._cfg, rank, resume_from=resume_from)
+
+    def connect(self, endpoints: Sequence[EngineEndpoint]) -> None:
+        """Make the weight channel to the engines."""
+        assert self._rank is not None
+        self._channel = create_channel(self._cfg, self._rank, endpoints, run_dir=self._run_dir)
+
+    def train(self, step: int, shard: list[Update]) -> MetricSet:
+        return self._backend.train(step, shard)
+
+    def push_weights(self, version: int) -> PushReport:
+        assert self._channel is not None
+        return self._channel.push(self._backend.weights, version)
+
+    def save(self, step: int, directory: Path, hf_directory: Path | None) -> None:
+        self._backend.save(step, directory, hf_directory=hf_directory)
+
+    def sleep(self) -> None:
+        self._backend.sleep()
+
+    def wake_up(self) -> None:
+        self._backend.wake_up()
+
+
+class TrainGroup:
+    """All training ranks; every method returns when all ranks are done, or raises the first error of any."""
+
+    def __init__(self, cfg: RunConfig, cluster: Cluster, layout: Layout, *, run_dir: Path, gather: Gather) -> None:
+        self._gather = gather
+        self._cluster = cluster
+        self._layout = layout
+        self.world_size = len(layout.rank_slots)
+        self._num_threads = cluster.threads_per_slot(compute_slots(cfg, layout))
+        self._workers = [
+            TrainWorker.options(
+                **cluster.actor_options(slot, share=TRAINER_SHARE, num_threads=self._num_threads)
+            ).remote(cfg, run_dir, rank)
+            for rank, slot in enumerate(layout.rank_slots)
+        ]
+
+    def init(self, resume_from: Path | None) -> InitReport:
+        return self._gather(self.start_init(resume_from))[0]
+
+    def start_init(self, resume_from: Path | None) -> list[ObjectRef]:
+        """Begin loading on every rank, so that engines can start meanwhile."""
+        address, port = self._gather([self._workers[0].rendezvous.remote()])[0]
+        slots = [self._cluster.slots[slot] for slot in self._layout.rank_slots]
+        return [
+            worker.init.remote(
+                RankInfo(
+                    rank=rank,
+                    world_size=self.world_size,
+                    local_rank=slot.gpu_id,
+                    master_addr=address,
+                    master_port=port,
+                    device="cuda" if self._cluster.device == "cuda" else "cpu",
+                    num_threads=self._num_threads,
+                ),
+                resume_from,
+            )
+            for rank, (worker, slot) in enumerate(zip(self._workers, slots, strict=True))
+        ]
+
+    def connect(self, endpoints: Sequence[EngineEndpoint]) -> None:
+        self._gather([worker.connect.remote(endpoints) for worker in self._workers])
+
+    def train(self, step: int, shards: Sequence[ObjectRef]) -> MetricSet:
+        """`shards[rank]` refers to that rank's list of updates; only the rank itself fetches it."""
+        pairs = zip(self._workers, shards, strict=True)
+        return self._gather([worker.train.remote(step, shard) for worker, shard in pairs])[0]
+
+    def push_weights(self, version: int) -> PushReport:
+        return self._gather([worker.push_weights.remote(version) for worker in self._workers])[0]
+
+    def save(self, step: int, directory: Path, hf_directory: Path | None) -> None:
+        self._gather([worker.save.remote(step, directory, hf_directory) for worker in self._workers])
+
+    def sleep(self) -> None:
+        self._gather([worker.sleep.remote() for worker in self._workers])
+
+    def wake_up(self) -> None:
+        self._gather([worker.wake_up.remote() for worker in self._workers])
+
+    def close(self) -> None:
+        """Kill the ranks: after a failure some may hang in a collective, so nobody is asked."""
+        for worker in self._workers:
+            ray.kill(worker)
+
+
+def compute_slots(cfg: RunConfig, layout: Layout) -> int:
+    """How many processes compute at the same time on one node: colocated trainer and engine take turns."""
+    on_node = [slot for slot in range(layout.num_slots) if layout.node_of(slot) == 0]
+    if cfg.cluster.colocate:
+        return max(sum(s in layout.rank_slots for s in on_node), len(layout.engines), 1)
+    return max(len(on_node), 1)

@@ -1,0 +1,52 @@
+"""Waiting for Ray tasks without hanging on a dead partner: the first error wins, and a server process that ends is an error too."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray import ObjectRef
+
+from rlkit.orchestration.processes import ServerProcess
+from rlkit.types.errors import EngineError
+
+POLL_S = 0.5
+
+
+class Waiter:
+    """Waits on behalf of the driver while it keeps an eye on the server processes of the run."""
+
+    def __init__(self) -> None:
+        self._watched: dict[ObjectRef, str] = {}
+        self._local: dict[str, ServerProcess] = {}
+
+    def watch_tasks(self, tasks: dict[ObjectRef, str]) -> None:
+        """Each task ends only when the server process of that name does; its result says how."""
+        self._watched.update(tasks)
+
+    def watch_process(self, name: str, process: ServerProcess) -> None:
+        """A server process of the driver itself."""
+        self._local[name] = process
+
+    def gather(self, refs: Sequence[ObjectRef], *, on_poll: Callable[[], None] | None = None) -> list[Any]:
+        """Results of `refs` in order.
+
+        Raises as soon as one of them fails, although its peers may still wait for it in a collective, and as soon as a watched
+        process ends. `on_poll` is called about twice a second meanwhile.
+        """
+        pending: list[ObjectRef] = list(refs)
+        while pending:
+            ready, _ = ray.wait([*pending, *self._watched], num_returns=1, timeout=POLL_S)
+            for ref in ready:
+                if ref in self._watched:
+                    raise EngineError(f"{self._watched[ref]} ended while the run needed it: {ray.get(ref)}")
+                ray.get(ref)  # raises what the task raised
+                pending.remove(ref)
+            for name, process in self._local.items():
+                if process.exit_status() is not None:
+                    raise EngineError(
+                        f"{name} ended with status {process.exit_status()} while the run needed it; "
+                        f"the end of {process.log_path}:\n{process.tail()}"
+                    )
+            if on_poll is not None:
+                on_poll()
+        return [ray.get(ref) for ref in refs]

@@ -1,0 +1,186 @@
+"""From a prompt to a finished response: one `Generator` drives every sample of a run through the router.
+
+Called by `manager.py` and `evaluate.py`. It bounds what is in flight, sends every sampling field, asks for no more tokens than fit, issues a
+request again when an engine fails, and aborts without depending on any one engine. Invariants of a sample that `generate` has returned:
+its mask and log-probs are as long as its response, and its status is COMPLETED, TRUNCATED, ABORTED (its tokens so far are kept) or FAILED.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from rlkit.engines.client import EngineClient
+from rlkit.types.errors import EngineError
+from rlkit.types.generation import FinishReason, GenerateRequest, Generation, SamplingParams
+from rlkit.types.samples import Sample, SampleStatus
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 5
+"""Requests sent for one turn of a sample, before it counts as FAILED."""
+FIRST_BACKOFF_S = 0.5
+"""Pause before the second attempt; it doubles with each further one: 7.5 s in all."""
+REPEAT_ABORT_S = 1.0
+"""An abort is repeated at this pace: a request that was on its way to an engine slips through the first one."""
+
+_STATUS = {
+    FinishReason.STOP: SampleStatus.COMPLETED,
+    FinishReason.LENGTH: SampleStatus.TRUNCATED,
+    FinishReason.ABORT: SampleStatus.ABORTED,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What happened on the way, beside what the sample itself holds."""
+
+    num_reissued: int = 0
+    """Requests beyond the first."""
+    error: str | None = None
+    """The last engine error, where the sample is FAILED."""
+
+
+def remaining_tokens(sample: Sample, *, max_response_len: int, max_context_len: int | None) -> int:
+    """Tokens that may still be generated: both limits count from what the sample already holds, so a continued response never outgrows
+    them. 0 or less: there is no room and no request is to be sent."""
+    room = max_response_len - sample.response_length
+    return room if max_context_len is None else min(room, max_context_len - sample.total_length)
+
+
+def append_generation(sample: Sample, generation: Generation, *, mask_previous: bool = False) -> None:
+    """Add one turn's tokens, log-probs, mask, text and weight version to the sample, and set its status.
+
+    `mask_previous` takes the tokens of earlier turns, which older weights sampled, out of the loss. An EngineError if ids and log-probs differ
+    in number or a log-prob is not finite.
+    """
+    num_new = len(generation.output_ids)
+    if len(generation.logprobs) != num_new:
+        raise EngineError(
+            f"request {generation.rid}: {num_new} output ids but {len(generation.logprobs)} log-probs; the engine must return both"
+        )
+    if not math.isfinite(sum(generation.logprobs)):
+        raise EngineError(f"request {generation.rid}: a log-prob is not finite; the engine's logits or weights are broken")
+    if mask_previous:
+        sample.loss_mask = [0] * sample.response_length
+    sample.tokens.extend(generation.output_ids)
+    sample.rollout_logprobs.extend(generation.logprobs)
+    sample.loss_mask.extend([1] * num_new)
+    sample.response += generation.text
+    if not sample.weight_versions or sample.weight_versions[-1] != generation.weight_version:
+        sample.weight_versions.append(generation.weight_version)
+    assert generation.finish_reason is not None, "a partial stream event is not an answer"
+    sample.status = _STATUS[generation.finish_reason]
+
+
+async def abort_engines(engines: Sequence[EngineClient], rid: str | None = None) -> list[int]:
+    """Ask every engine to stop one request, or all (None). Best effort: an engine that does not answer is logged, never raised.
+
+    Returns the positions of the engines that did not answer.
+    """
+    answers = await asyncio.gather(*(engine.abort(rid) for engine in engines), return_exceptions=True)
+    failed = []
+    for position, (engine, answer) in enumerate(zip(engines, answers, strict=True)):
+        if isinstance(answer, EngineError):
+            logger.warning(f"engine {position} ({engine.url}) did not take the abort: {answer}")
+            failed.append(position)
+        elif isinstance(answer, BaseException):
+            raise answer
+    return failed
+
+
+class Generator:
+    """Bounded, failure-tolerant generation through one router. Bound to the event loop of its first call."""
+
+    def __init__(
+        self,
+        router: EngineClient,
+        engines: Sequence[EngineClient],
+        *,
+        concurrency: int,
+        max_context_len: int | None,
+        timeout_s: float,
+        run_tag: str,
+    ) -> None:
+        """`concurrency` bounds the requests in flight over all engines. `timeout_s` is the router client's limit for one request.
+
+        `run_tag` begins every request id: different for every process that talks to these engines.
+        """
+        self._router = router
+        self._engines = list(engines)
+        self._slots = asyncio.Semaphore(concurrency)
+        self._max_context_len = max_context_len
+        self._timeout_s = timeout_s
+        self._run_tag = run_tag
+        self._is_aborting = False
+        self._num_requests = 0
+
+    async def generate(self, sample: Sample, sampling: SamplingParams, *, mask_previous: bool = False) -> Outcome:
+        """Generate, or continue, the response in place. `sampling.max_new_tokens` is the limit of the whole response, over all turns."""
+        budget = remaining_tokens(
+            sample, max_response_len=sampling.max_new_tokens, max_context_len=self._max_context_len
+        )
+        if budget <= 0:
+            sample.status = SampleStatus.TRUNCATED
+            return Outcome()
+        turn = replace(sampling, max_new_tokens=budget)
+        error: EngineError | None = None
+        for attempt in range(MAX_ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (attempt - 1))
+            async with self._slots:
+                if self._is_aborting:
+                    sample.status = SampleStatus.ABORTED
+                    return Outcome(num_reissued=max(attempt - 1, 0))
+                try:
+                    generation = await self._request(sample, turn)
+                    append_generation(sample, generation, mask_previous=mask_previous)
+                    return Outcome(num_reissued=attempt)
+                except EngineError as refused:
+                    error = refused
+                except asyncio.CancelledError:
+                    sample.status = SampleStatus.ABORTED
+                    raise
+            logger.info(f"sample {sample.group_id}/{sample.index}, attempt {attempt + 1} of {MAX_ATTEMPTS}: {error}")
+            if self._is_aborting:
+                sample.status = SampleStatus.ABORTED
+                return Outcome(num_reissued=attempt)
+        sample.status = SampleStatus.FAILED
+        return Outcome(num_reissued=MAX_ATTEMPTS - 1, error=str(error))
+
+    async def _request(self, sample: Sample, sampling: SamplingParams) -> Generation:
+        self._num_requests += 1
+        rid = f"{self._run_tag}-{self._num_requests}."  # the dot: engines abort by prefix, and 1 begins 10
+        request = GenerateRequest(rid=rid, input_ids=sample.tokens, sampling=sampling, seed=sample.seed)
+        started = time.monotonic()
+        try:
+            return await self._router.generate(request)
+        except EngineError:
+            if time.monotonic() - started >= self._timeout_s:
+                await abort_engines(self._engines, rid)  # it may still be running, and its copy is about to start
+            raise
+
+    async def abort(self, pending: Collection[asyncio.Task], *, grace_s: float) -> None:
+        """Stop all generation and wait for the `pending` tasks; new requests are held back meanwhile.
+
+        Answers cut short come back as ABORTED samples with their tokens so far. Nothing here depends on any one engine: a request on a dead or
+        hung engine leaves its sample as it was, ABORTED, and tasks that are not over after `grace_s` are cancelled.
+        """
+        self._is_aborting = True
+        deadline = time.monotonic() + grace_s
+        try:
+            while True:
+                await abort_engines(self._engines)
+                wait_s = min(REPEAT_ABORT_S, deadline - time.monotonic())
+                if wait_s > 0 and pending:
+                    _, pending = await asyncio.wait(pending, timeout=wait_s)
+                if not pending or wait_s <= 0:
+                    break
+            for task in pending:
+                task.cancel()
+            if pending:
+                await asyncio.wait(pending)
+        finally:
+            self._is_aborting = False

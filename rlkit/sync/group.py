@@ -1,0 +1,103 @@
+"""Split updates: trainer rank 0 broadcasts each bucket to every engine rank over one process group (NCCL on GPUs, gloo
+on a CPU).
+
+The names and shapes of a bucket go by HTTP first; the engine then waits in the broadcast that rank 0 enters.
+"""
+
+import socket
+from collections.abc import Sequence
+
+from torch.distributed import ProcessGroup
+
+from rlkit.dist.update_group import broadcast_bytes, join_update_group, leave_update_group
+from rlkit.sync.base import PushReport, push_buckets
+from rlkit.sync.engine_calls import EngineCalls
+from rlkit.types.ranks import EngineEndpoint, RankInfo
+from rlkit.types.weights import WeightBucket, WeightSource
+
+GROUP_NAME = "rlkit_weights"
+
+
+class GroupChannel:
+    """One broadcast group, made at the first push and kept."""
+
+    def __init__(
+        self,
+        rank: RankInfo,
+        endpoints: Sequence[EngineEndpoint],
+        *,
+        max_bytes: int,
+        timeout_s: float,
+        with_checksums: bool,
+    ) -> None:
+        self._rank = rank
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._with_checksums = with_checksums and rank.is_main
+        self._calls = EngineCalls(endpoints if rank.is_main else [], timeout_s=timeout_s)
+        self._group: ProcessGroup | None = None
+
+    def push(self, source: WeightSource, version: int) -> PushReport:
+        if self._rank.is_main and self._group is None:
+            self._group = self._connect()
+        return push_buckets(
+            source,
+            lambda bucket: self._send(bucket, version),
+            version=version,
+            max_bytes=self._max_bytes,
+            with_checksums=self._with_checksums,
+        )
+
+    def _connect(self) -> ProcessGroup:
+        address, port = self._rank.master_addr, free_port(self._rank.master_addr)
+        backend = "nccl" if self._rank.device == "cuda" else "gloo"
+        offsets, world_size = {}, 1
+        for endpoint in self._calls.endpoints:
+            offsets[endpoint.index] = world_size
+            world_size += endpoint.num_gpus
+        wait = self._calls.start(
+            lambda client, endpoint: client.init_weights_group(
+                master_address=address,
+                master_port=port,
+                rank_offset=offsets[endpoint.index],
+                world_size=world_size,
+                group_name=GROUP_NAME,
+                backend=backend,
+            )
+        )
+        group = join_update_group(
+            backend=backend,
+            address=address,
+            port=port,
+            rank=0,
+            world_size=world_size,
+            name=GROUP_NAME,
+            timeout_s=self._timeout_s,
+        )
+        wait()
+        return group
+
+    def _send(self, bucket: WeightBucket, version: int) -> None:
+        if self._group is None:
+            return  # only rank 0 is in the group; the others took part in the all-gather that made the bucket
+        wait = self._calls.start(
+            lambda client, _: client.update_from_distributed(
+                specs=bucket.specs, group_name=GROUP_NAME, version=version, load_format="flattened_bucket"
+            )
+        )
+        broadcast_bytes(bucket.flat, group=self._group)
+        wait()
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._calls.all(lambda client, _: client.destroy_weights_group(group_name=GROUP_NAME))
+            leave_update_group(self._group)
+            self._group = None
+        self._calls.close()
+
+
+def free_port(host: str) -> int:
+    """A port that was free a moment ago on `host`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,51 @@
+"""Where a process stands: `RankInfo` for a training rank, `EngineEndpoint` for an engine. Made by `orchestration/`,
+read below it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+MetricSet = dict[str, float]
+"""Metric name (`train/loss`, `rollout/reward`, ...) -> value. Reduced over ranks already."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankInfo:
+    """One training rank."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Index of the device on its node; plain CUDA index, nothing is hidden by CUDA_VISIBLE_DEVICES."""
+    master_addr: str
+    master_port: int
+    device: Literal["cpu", "cuda"]
+    num_threads: int
+    """Intra-op threads of this process on a CPU."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineEndpoint:
+    """One running engine as trainers and controllers reach it."""
+
+    index: int
+    url: str
+    """`http://host:port` of the engine itself, not of the router."""
+    num_gpus: int
+    """Ranks of the engine (tensor parallel x pipeline parallel)."""
+    colocated_ranks: tuple[int, ...]
+    """Training ranks on the same devices, in engine-rank order; empty when split."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InitReport:
+    """What a backend says after `init`, on every rank."""
+
+    num_params: int
+    """Parameters of the policy, tied ones counted once."""
+    resumed_step: int | None
+    """Step stored in the checkpoint that was loaded; None for a fresh start."""
+    seconds: float
