@@ -7,6 +7,9 @@ chunk's logits are made, reduced to N-sized results and dropped, and made again 
 vocabulary, 16 k tokens of logits would be 3.2 GB, three times over.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,7 +35,7 @@ def chunked_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of each target, entropy of each distribution), both float32 [N], differentiable with respect to all inputs.
 
-    Logits are computed in the dtype of `hidden_ND` and `weight_VD`, as inference engines do; everything after in float32. N = 0 gives
+    Logits must be finite. They are computed in the dtype of `hidden_ND` and `weight_VD`, as inference engines do; everything after in float32. N = 0 gives
     empty results that still carry gradients (zeros), which keeps sharded parameters in step.
     """
     assert temperature > 0.0 and chunk_size > 0
@@ -53,7 +56,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: Any,
         hidden_ND: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
@@ -64,57 +67,60 @@ class _ChunkedLogProbs(torch.autograd.Function):
         num_rows = hidden_ND.shape[0]
         logp_N = hidden_ND.new_empty(num_rows, dtype=torch.float32)
         entropy_N = torch.empty_like(logp_N)
-        for start in range(0, num_rows, chunk_size):
-            rows = slice(start, min(start + chunk_size, num_rows))
+        for rows in _chunks(num_rows, chunk_size):
             logp_CV = log_softmax_of_rows(hidden_ND[rows], weight_VD, bias_V, temperature)
             logp_N[rows] = logp_CV.gather(1, targets_N[rows, None]).squeeze(1)
-            # -inf log-probs have probability 0 and add nothing; 0 * -inf would be NaN
-            entropy_N[rows] = -(logp_CV.exp() * logp_CV).nan_to_num_(nan=0.0).sum(dim=1)
+            entropy_N[rows] = -logp_CV.exp().mul_(logp_CV).sum(dim=1)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, entropy_N)
-        ctx.temperature, ctx.chunk_size = temperature, chunk_size  # pyright: ignore[reportAttributeAccessIssue]
+        ctx.temperature, ctx.chunk_size = temperature, chunk_size
         ctx.set_materialize_grads(False)
         return logp_N, entropy_N
 
     @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, *grads_N: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads_N: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, bias_V, targets_N, entropy_N = ctx.saved_tensors
         grad_logp_N, grad_entropy_N = grads_N
-        hidden_ND, weight_VD, bias_V, targets_N, entropy_N = ctx.saved_tensors  # pyright: ignore[reportAttributeAccessIssue]
-        temperature, chunk_size = ctx.temperature, ctx.chunk_size  # pyright: ignore[reportAttributeAccessIssue]
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]  # pyright: ignore[reportAttributeAccessIssue]
-        num_rows = hidden_ND.shape[0]
+        if grad_logp_N is None:
+            grad_logp_N = torch.zeros_like(entropy_N)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden_ND = torch.zeros_like(hidden_ND) if needs_hidden else None
         # float32 over chunks: adding chunk after chunk in bf16 would lose what the matrix product had kept
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
-        grad_bias_V = torch.zeros_like(weight_VD[:, 0], dtype=torch.float32) if needs_bias else None
-        if grad_logp_N is None:
-            grad_logp_N = entropy_N.new_zeros(num_rows)
-        for start in range(0, num_rows, chunk_size):
-            rows = slice(start, min(start + chunk_size, num_rows))
-            logp_CV = log_softmax_of_rows(hidden_ND[rows], weight_VD, bias_V, temperature)
-            prob_CV = logp_CV.exp()
+        grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
+        for rows in _chunks(hidden_ND.shape[0], ctx.chunk_size):
+            logp_CV = log_softmax_of_rows(hidden_ND[rows], weight_VD, bias_V, ctx.temperature)
+            grad_CV = logp_CV.exp()
             if grad_entropy_N is None:
-                grad_CV = prob_CV.mul_(-grad_logp_N[rows, None])
+                grad_CV.mul_(-grad_logp_N[rows, None])
             else:
-                pull_CV = (logp_CV + entropy_N[rows, None]).mul_(grad_entropy_N[rows, None]).add_(grad_logp_N[rows, None])
-                grad_CV = prob_CV.mul_(pull_CV).nan_to_num_(nan=0.0).neg_()
+                pull_CV = logp_CV.add_(entropy_N[rows, None]).mul_(-grad_entropy_N[rows, None])
+                grad_CV.mul_(pull_CV.sub_(grad_logp_N[rows, None]))
             grad_CV.scatter_add_(1, targets_N[rows, None], grad_logp_N[rows, None])
-            grad_CV = grad_CV.div_(temperature).to(hidden_ND.dtype)
+            grad_CV = grad_CV.div_(ctx.temperature).to(hidden_ND.dtype)
             if grad_hidden_ND is not None:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[rows])
             if grad_weight_VD is not None:
-                if grad_CV.dtype == torch.float32:
-                    grad_weight_VD.addmm_(grad_CV.T, hidden_ND[rows])
-                else:
-                    grad_weight_VD += grad_CV.T @ hidden_ND[rows]
+                _add_product(grad_weight_VD, grad_CV.T, hidden_ND[rows])
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(dim=0)
         return (
             grad_hidden_ND,
-            grad_weight_VD.to(weight_VD.dtype) if grad_weight_VD is not None else None,
-            grad_bias_V.to(weight_VD.dtype) if grad_bias_V is not None else None,
+            None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype),
+            None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
             None,
             None,
             None,
         )
+
+
+def _chunks(num_rows: int, size: int) -> Iterator[slice]:
+    for start in range(0, num_rows, size):
+        yield slice(start, min(start + size, num_rows))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, where `total` may be of higher precision."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)

@@ -200,8 +200,8 @@ class EngineConfig:
 class AlgoConfig:
     """Advantages and loss. Formulas and papers: docs/algorithms.md."""
 
-    advantage_estimator: Literal["grpo"] = "grpo"
-    """GRPO: reward minus the mean of its prompt group, over its standard deviation."""
+    advantage_estimator: Literal["grpo", "rloo"] = "grpo"
+    """`grpo`: reward minus the mean of its prompt group, over its standard deviation. `rloo`: minus the mean of the group's other samples."""
     disable_grpo_std_normalization: bool = False
     """Centre only, do not divide by the group's standard deviation (as Dr.GRPO)."""
     loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
@@ -270,6 +270,8 @@ class TrainConfig:
     """Recompute each block's activations in the backward pass: slower, far less memory."""
     seed: int = 1234
     """Seed of the trainer's random state."""
+    distributed_timeout_minutes: int = 10
+    """Minutes that training ranks wait for each other, at the start and in every collective, before they give up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,16 +1,22 @@
 """Ray: start it or join it, and turn a layout into a placement group whose slots are ordered by node and GPU.
 
-Without CUDA a slot is a unit of the custom resource `rank_slot`; its bundle takes a hundredth of a CPU, because the cores are shared
+Without CUDA a slot is a unit of the custom resource `rank_slot`; its bundle takes a hundredth of a CPU, because the
+cores are shared
 by hand (`threads_per_slot`) and not by Ray.
 """
 
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlkit.config.schema import RunConfig
@@ -19,13 +25,16 @@ from rlkit.types.errors import PlacementError
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
+"""Host of every server of a private cluster: nobody joins it, so nothing of it is to be reached from outside."""
 SLOT_RESOURCE = "rank_slot"
 TRAINER_SHARE = 0.4
 ENGINE_SHARE = 0.2
 """Shares of one slot: a trainer and an engine fit on the same one, two trainers do not."""
 
 WORKER_ENV = {
-    # Every process sees every GPU under its plain index, so that one index means one device in trainer and engine alike.
+    # Every process sees every GPU under its plain index, so that one index means one device in trainer and engine
+    # alike.
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -48,8 +57,7 @@ class SlotProbe:
     """Says where its bundle landed."""
 
     def where(self) -> tuple[str, str, int]:
-        gpus = ray.get_gpu_ids()
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), int(gpus[0]) if gpus else -1
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
 
 
 class Cluster:
@@ -58,6 +66,7 @@ class Cluster:
     def __init__(self, cfg: RunConfig, layout: Layout, *, device: str) -> None:
         self.device = device
         self._owns_ray = not ray.is_initialized()
+        self._is_private = self._owns_ray and cluster_address(cfg) is None
         self._group: PlacementGroup | None = None
         if self._owns_ray:
             start_ray(cfg, layout, device=device)
@@ -73,21 +82,24 @@ class Cluster:
         bundle = {"GPU": 1, "CPU": 1} if self.device == "cuda" else {SLOT_RESOURCE: 1, "CPU": 0.01}
         resource = "GPU" if self.device == "cuda" else SLOT_RESOURCE
         available = int(ray.cluster_resources().get(resource, 0))
-        if available < layout.num_slots and self._owns_ray:
+        if available < layout.num_slots and self._is_private:
             # A private cluster never grows; a shared one may.
             raise PlacementError(shortage(layout, available, resource))
         self._group = placement_group([bundle] * layout.num_slots, strategy="PACK")
         self._wait(self._group, layout, resource, timeout_s)
+        slots = order_slots(self._gpu_places(layout) if self.device == "cuda" else node_places(self._group))
+        return [replace(slot, node_ip=LOOPBACK) for slot in slots] if self._is_private else slots
+
+    def _gpu_places(self, layout: Layout) -> list[tuple[str, str, int]]:
+        """Only a process inside a bundle learns which GPU the bundle has."""
         probes = [
-            SlotProbe.options(
-                num_gpus=0.01 if self.device == "cuda" else 0, scheduling_strategy=self._in_bundle(index)
-            ).remote()
+            SlotProbe.options(num_gpus=0.01, scheduling_strategy=self._in_bundle(index)).remote()
             for index in range(layout.num_slots)
         ]
         places = ray.get([probe.where.remote() for probe in probes])
         for probe in probes:
             ray.kill(probe)
-        return order_slots(places)
+        return places
 
     def _wait(self, group: PlacementGroup, layout: Layout, resource: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -120,6 +132,13 @@ class Cluster:
         """Intra-op threads of each of `slots_in_use` processes that compute at the same time on this machine."""
         return max(1, len(os.sched_getaffinity(0)) // max(1, slots_in_use))
 
+    def driver_address(self) -> str:
+        """Address of this process's node, as the others reach it."""
+        if self._is_private:
+            return LOOPBACK
+        here = ray.get_runtime_context().get_node_id()
+        return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == here)
+
     def close(self) -> None:
         if self._group is not None and ray.is_initialized():
             remove_placement_group(self._group)
@@ -130,12 +149,24 @@ class Cluster:
 def start_ray(cfg: RunConfig, layout: Layout, *, device: str) -> None:
     """Join `--ray-address`, or start a private cluster on this machine that ends with this process."""
     common = {"log_to_driver": False, "logging_level": logging.ERROR}
-    address = cfg.cluster.ray_address or os.environ.get("RAY_ADDRESS")
-    if address:
+    address = cluster_address(cfg)
+    if address is not None:
         ray.init(address=address, **common)
         return
     resources = {} if device == "cuda" else {SLOT_RESOURCE: float(max(1, layout.num_slots))}
     ray.init(include_dashboard=False, resources=resources, **common)
+
+
+def cluster_address(cfg: RunConfig) -> str | None:
+    """Address of the Ray cluster to join; None starts a private one. `ray job submit` sets RAY_ADDRESS."""
+    return cfg.cluster.ray_address or os.environ.get("RAY_ADDRESS") or None
+
+
+def node_places(group: PlacementGroup) -> list[tuple[str, str, int]]:
+    """(node id, node address, -1) of each bundle."""
+    address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    node_of = placement_group_table(group)["bundles_to_node_id"]
+    return [(node_of[bundle], address_of[node_of[bundle]], -1) for bundle in range(group.bundle_count)]
 
 
 def order_slots(places: list[tuple[str, str, int]]) -> list[Slot]:

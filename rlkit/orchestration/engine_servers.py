@@ -1,4 +1,5 @@
-"""Inference engines as Ray actors. `EngineServer` owns one server process; `EnginePool` is the driver's handle on all of them."""
+"""Inference engines as Ray actors. `EngineServer` owns one server process; `EnginePool` is the driver's handle on all
+of them."""
 
 import asyncio
 import time
@@ -33,9 +34,10 @@ class EngineServer:
         self._index = index
         self._process: ServerProcess | None = None
 
-    def start(self, *, num_gpus: int, base_gpu_id: int, device: str, num_threads: int, weight_version: int) -> str:
-        """Launch the engine and wait until it answers; returns its URL."""
-        host = ray.util.get_node_ip_address()
+    def start(
+        self, *, host: str, num_gpus: int, base_gpu_id: int, device: str, num_threads: int, weight_version: int
+    ) -> str:
+        """Launch the engine on this node's address `host` and wait until it answers; returns its URL."""
         port = free_port(host)
         slot = EngineSlot(
             index=self._index,
@@ -101,6 +103,7 @@ class EnginePool:
         """Begin starting every engine; `endpoints` waits for them."""
         return [
             server.start.remote(
+                host=self._cluster.slots[engine.slots[0]].node_ip,
                 num_gpus=len(engine.slots),
                 base_gpu_id=self._cluster.slots[engine.slots[0]].gpu_id,
                 device=self._cluster.device,

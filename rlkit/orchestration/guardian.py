@@ -2,9 +2,12 @@
 
     python -m rlkit.orchestration.guardian COMMAND ...      (started by `processes.py`, with a pipe as standard input)
 
-The parent keeps the other end of the pipe. When the parent dies in whatever way, the kernel closes it and the guardian ends the
-command's whole process group. PR_SET_PDEATHSIG alone would not do: it fires when the *thread* that started the child exits, and it is
-not inherited by grandchildren (SGLang's scheduler, torch's shared-memory manager). Should the guardian itself be killed, the command
+The parent keeps the other end of the pipe. When the parent dies in whatever way, the kernel closes it and the guardian
+ends the
+command's whole process group. PR_SET_PDEATHSIG alone would not do: it fires when the *thread* that started the child
+exits, and it is
+not inherited by grandchildren (SGLang's scheduler, torch's shared-memory manager). Should the guardian itself be
+killed, the command
 gets SIGKILL by PR_SET_PDEATHSIG, which is safe here because the guardian has one thread.
 
 Standard library only: it starts in a few hundredths of a second.
@@ -47,7 +50,8 @@ def main(argv: list[str]) -> int:
 
 
 def end_group(child: subprocess.Popen) -> None:
-    """SIGTERM, then SIGKILL, to the whole group of the command, until the command is reaped and nobody is left in it."""
+    """SIGTERM, then SIGKILL, to the whole group of the command, until the command is reaped and nobody is left in
+    it."""
     deadline = time.monotonic() + GRACE_S
     signal_group(child.pid, signal.SIGTERM)
     while time.monotonic() < deadline:

@@ -10,7 +10,8 @@ from rlkit.sync.updater import WeightUpdater
 
 
 class Phases(Protocol):
-    """The two phases of a step. Between them lies the weight update, which `WeightUpdater` runs with the trainer asleep or awake."""
+    """The two phases of a step. Between them lies the weight update, which `WeightUpdater` runs with the trainer
+    asleep or awake."""
 
     def generating(self) -> AbstractContextManager[None]: ...
 

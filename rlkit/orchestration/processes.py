@@ -1,4 +1,5 @@
-"""Server processes that a run owns: engines and the router. Started through the guardian, logged to a file, stopped by process id."""
+"""Server processes that a run owns: engines and the router. Started through the guardian, logged to a file, stopped by
+process id."""
 
 import os
 import subprocess

@@ -1,4 +1,5 @@
-"""The rollout manager as a Ray actor. `RolloutWorker` is a shell around `RolloutManager`; `Rollouts` is the driver's handle."""
+"""The rollout manager as a Ray actor. `RolloutWorker` is a shell around `RolloutManager`; `Rollouts` is the driver's
+handle."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -32,7 +32,8 @@ def start_router(cfg: RunConfig, host: str, log_dir: Path) -> tuple[ServerProces
     }
     for name, value in options.items():
         argv += [f"--{name}", str(value)]
-    # Requests are re-issued by the client, so that the ledger sees it; engines are watched by the run, not by the router.
+    # Requests are re-issued by the client, so that the ledger sees it; engines are watched by the run, not by the
+    # router.
     argv += ["--disable-retries", "--disable-health-check", "--disable-circuit-breaker"]
     process = ServerProcess(argv, env={"CUDA_VISIBLE_DEVICES": ""}, log_path=log_dir / "router.log")
     return process, f"http://{host}:{port}"

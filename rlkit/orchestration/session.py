@@ -1,8 +1,8 @@
-"""A run from its first process to its last: `with Session(cfg) as run:`. The verbs that `train.py` uses are here and nothing else.
+"""A run from its first process to its last: `with Session(cfg) as run:`. The verbs that `train.py` uses are here and
+nothing else.
 
-Start:  Ray and slots -> engines, ranks and rollout manager side by side -> router -> weight channels
-        (on shared GPUs the engines start first and go to sleep, because they size their KV cache by the free memory)
-End:    also after an error or Ctrl-C, every process that was started is gone when `__exit__` returns.
+How the processes come up is in `startup.py`. Also after an error or Ctrl-C every one of them is gone when `__exit__`
+returns.
 """
 
 import json
@@ -15,7 +15,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-import ray
 from ray import ObjectRef
 
 from rlkit.config.schema import RunConfig
@@ -33,17 +32,9 @@ from rlkit.orchestration.checkpoints import (
     staging_dir,
     start_step,
 )
-from rlkit.orchestration.cluster import Cluster
-from rlkit.orchestration.engine_servers import EnginePool
-from rlkit.orchestration.layout import plan_layout
-from rlkit.orchestration.phases import Phases, SharedGpus, SplitGpus
-from rlkit.orchestration.rollout_worker import Rollouts
-from rlkit.orchestration.router import register_engines, start_router
-from rlkit.orchestration.train_workers import TrainGroup
-from rlkit.orchestration.waiting import Waiter
-from rlkit.sync.updater import WeightUpdater
+from rlkit.orchestration.startup import Startup
 from rlkit.types.errors import CheckpointError
-from rlkit.types.ranks import EngineEndpoint, MetricSet
+from rlkit.types.ranks import MetricSet
 
 logger = logging.getLogger(__name__)
 
@@ -72,17 +63,20 @@ class Session:
         self._config_json = config_json
         self._exit = ExitStack()
         self._spans = Spans()
-        self._waiter = Waiter()
         self._metrics: MetricSet = {}
-        self._updater: WeightUpdater | None = None
-        self._actor: TrainGroup | None = None
 
     # ---- start and end -------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         try:
             self._open_run_folder()
-            self._start_processes()
+            # From here on SIGTERM takes the same way out as Ctrl-C.
+            previous = signal.signal(signal.SIGTERM, raise_interrupt)
+            self._exit.callback(signal.signal, signal.SIGTERM, previous)
+            startup = Startup(self.cfg, self.folders.run, self._exit, self._spans, self.console)
+            fleet = startup.run(self.checkpoint, weight_version=self.start_step)
+            self._actor, self._updater = fleet.actor, fleet.updater
+            self.rollouts, self.phases = fleet.rollouts, fleet.phases
         except BaseException:
             self._exit.close()
             raise
@@ -139,89 +133,6 @@ class Session:
             sinks.append(wandb)
         return sinks
 
-    def _start_processes(self) -> None:
-        cfg = self.cfg
-        # From here on SIGTERM takes the same way out as Ctrl-C.
-        previous = signal.signal(signal.SIGTERM, raise_interrupt)
-        self._exit.callback(signal.signal, signal.SIGTERM, previous)
-        began = time.perf_counter()
-        layout = plan_layout(cfg)
-        device = resolve_device(cfg)
-        cluster = Cluster(cfg, layout, device=device)
-        self._exit.callback(cluster.close)
-        options = {"run_dir": self.folders.run, "gather": self._waiter.gather}
-
-        self.rollouts = Rollouts(cfg, run_dir=self.folders.run, waiter=self._waiter, console=self.console)
-        self._exit.callback(self.rollouts.close)
-        engines = EnginePool(cfg, cluster, layout, **options) if layout.engines else None
-        starting = []
-        if engines is not None:
-            self._exit.callback(engines.close)
-            starting = engines.start(weight_version=self.start_step)
-        engines_first = device == "cuda" and cfg.cluster.colocate
-        if layout.rank_slots:
-            self._actor = TrainGroup(cfg, cluster, layout, **options)
-            self._exit.callback(self._actor.close)
-        endpoints: list[EngineEndpoint] = []
-        if engines is not None and engines_first:
-            endpoints = self._engines_ready(engines, starting)
-            self._make_updater(endpoints)
-            self._put_engines_to_sleep()
-        resume_from = self.checkpoint.trainer_dir if self.checkpoint is not None else None
-        loading = self._actor.start_init(resume_from) if self._actor is not None else []
-        if engines is not None and not engines_first:
-            endpoints = self._engines_ready(engines, starting)
-            self._make_updater(endpoints)
-            self._put_engines_to_sleep()
-        router_url = self._start_router(endpoints) if endpoints else None
-        reports = self._waiter.gather(loading)
-        if self._actor is not None and endpoints:
-            self._actor.connect(endpoints)
-        self.rollouts.start(
-            dp=max(1, len(layout.rank_slots)),
-            router_url=router_url,
-            engine_urls=[endpoint.url for endpoint in endpoints],
-            state=self.checkpoint.rollout_state if self.checkpoint is not None else None,
-        )
-        self.phases: Phases = SplitGpus()
-        if self._actor is not None and self._updater is not None and cfg.cluster.colocate:
-            self._actor.sleep()
-            self.phases = SharedGpus(self._actor, self._updater, self._spans)
-        size = f", {reports[0].num_params / 1e6:.1f} M parameters" if reports else ""
-        self.console.say(
-            f"{len(layout.rank_slots)} training ranks and {len(layout.engines)} engines on {device} are up after "
-            f"{time.perf_counter() - began:.0f} s{size}"
-        )
-        self._spans.drain()
-
-    def _engines_ready(self, engines: EnginePool, starting: list[ObjectRef]) -> list[EngineEndpoint]:
-        endpoints = engines.endpoints(starting)
-        self._waiter.watch_tasks(engines.watch())
-        return endpoints
-
-    def _start_router(self, endpoints: list[EngineEndpoint]) -> str:
-        process, url = start_router(self.cfg, ray.util.get_node_ip_address(), self.folders.run / "logs")
-        self._exit.callback(process.stop)
-        self._waiter.watch_process("router", process)
-        register_engines(url, [endpoint.url for endpoint in endpoints], process)
-        return url
-
-    def _make_updater(self, endpoints: list[EngineEndpoint]) -> None:
-        if self._actor is None:
-            return
-        self._updater = WeightUpdater(
-            endpoints,
-            self._actor.push_weights,
-            engines_sleep=self.cfg.cluster.colocate,
-            timeout_s=self.cfg.engine.engine_timeout_s,
-            spans=self._spans,
-        )
-        self._exit.callback(self._updater.close)
-
-    def _put_engines_to_sleep(self) -> None:
-        if self._updater is not None and self.cfg.cluster.colocate:
-            self._updater.sleep_engines()
-
     # ---- the verbs of the loop -----------------------------------------------------------------------------------
 
     def generate(self, step: int) -> list[ObjectRef]:
@@ -260,7 +171,8 @@ class Session:
             self._metrics["sync/num_bytes"] = report.num_bytes
 
     def evaluate_if_due(self, step: int) -> None:
-        """Evaluate the weights that step `step` starts with: before the first step, every `--eval-interval` steps and at the end."""
+        """Evaluate the weights that step `step` starts with: before the first step, every `--eval-interval` steps and
+        at the end."""
         options = self.cfg.evaluation
         if options.eval_interval is None:
             return
@@ -278,15 +190,6 @@ class Session:
 def is_due(count: int, interval: int | None, last: int) -> bool:
     """Whether something happens after `count` steps: every `interval` of them (None: never) and after the last."""
     return count == last or (interval is not None and count % interval == 0)
-
-
-def resolve_device(cfg: RunConfig) -> str:
-    """`cuda` or `cpu`."""
-    if cfg.cluster.device != "auto":
-        return cfg.cluster.device
-    import torch  # local: seconds, and the driver needs it for nothing else
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def raise_interrupt(number: int, frame: FrameType | None) -> None:

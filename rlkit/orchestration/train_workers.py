@@ -1,4 +1,5 @@
-"""Training ranks as Ray actors. `TrainWorker` is a shell around a `Backend`; `TrainGroup` is the driver's handle on all of them."""
+"""Training ranks as Ray actors. `TrainWorker` is a shell around a `Backend`; `TrainGroup` is the driver's handle on
+all of them."""
 
 import os
 import sys
@@ -47,10 +48,9 @@ class TrainWorker:
         self._channel: WeightChannel | None = None
         self._rank: RankInfo | None = None
 
-    def rendezvous(self) -> tuple[str, int]:
-        """Address and a free port of this node, asked of rank 0."""
-        address = ray.util.get_node_ip_address()
-        return address, free_port(address)
+    def rendezvous_port(self, address: str) -> int:
+        """A free port of this node, asked of rank 0."""
+        return free_port(address)
 
     def init(self, rank: RankInfo, resume_from: Path | None) -> InitReport:
         self._rank = rank
@@ -99,8 +99,9 @@ class TrainGroup:
 
     def start_init(self, resume_from: Path | None) -> list[ObjectRef]:
         """Begin loading on every rank, so that engines can start meanwhile."""
-        address, port = self._gather([self._workers[0].rendezvous.remote()])[0]
         slots = [self._cluster.slots[slot] for slot in self._layout.rank_slots]
+        address = slots[0].node_ip
+        port = self._gather([self._workers[0].rendezvous_port.remote(address)])[0]
         return [
             worker.init.remote(
                 RankInfo(

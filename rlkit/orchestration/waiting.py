@@ -1,4 +1,5 @@
-"""Waiting for Ray tasks without hanging on a dead partner: the first error wins, and a server process that ends is an error too."""
+"""Waiting for Ray tasks without hanging on a dead partner: the first error wins, and a server process that ends is an
+error too."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +31,8 @@ class Waiter:
     def gather(self, refs: Sequence[ObjectRef], *, on_poll: Callable[[], None] | None = None) -> list[Any]:
         """Results of `refs` in order.
 
-        Raises as soon as one of them fails, although its peers may still wait for it in a collective, and as soon as a watched
+        Raises as soon as one of them fails, although its peers may still wait for it in a collective, and as soon as a
+        watched
         process ends. `on_poll` is called about twice a second meanwhile.
         """
         pending: list[ObjectRef] = list(refs)

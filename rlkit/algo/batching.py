@@ -1,0 +1,141 @@
+"""From graded samples to what each training rank receives: one `Update` per optimizer step. Called by `rollout/`.
+
+The loss denominators are fixed here, once per optimizer step over all ranks, and travel as `loss_weight_T`; so no later sum
+depends on packing, micro-batching or the number of ranks.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlkit.algo.packing import plan_step
+from rlkit.types.batches import PackedBatch, Update
+from rlkit.types.errors import DataError
+from rlkit.types.samples import Sample
+
+
+def build_updates(
+    samples: Sequence[Sample],
+    advantages: Sequence[float],
+    *,
+    dp: int,
+    batch_size: int,
+    max_tokens: int,
+    per_token_loss: bool,
+    with_rollout_logprobs: bool,
+    cp: int = 1,
+    require_reward: bool = True,
+) -> list[list[Update]]:
+    """[rank][optimizer step] of one rollout.
+
+    Each block of `batch_size` consecutive samples makes one optimizer step (the last block holds what is left). Inside a block,
+    samples that cannot be trained on take no compute: not trainable, no finite reward (with `require_reward`; SFT has
+    none), or a loss mask of zeros. A block without any trainable sample becomes an update without micro-batches.
+    Raises DataError when a sample's lists do not fit together.
+    """
+    assert len(samples) == len(advantages) and batch_size > 0
+    ranks: list[list[Update]] = [[] for _ in range(dp)]
+    for start in range(0, len(samples), batch_size):
+        block = range(start, min(start + batch_size, len(samples)))
+        kept = [i for i in block if is_trained_on(samples[i], require_reward=require_reward)]
+        for i in kept:
+            _check(samples[i], i, with_rollout_logprobs=with_rollout_logprobs)
+        num_loss_tokens = sum(sum(samples[i].loss_mask) for i in kept)
+        weights = loss_weights([sum(samples[i].loss_mask) for i in kept], per_token_loss=per_token_loss)
+        weight_of = dict(zip(kept, weights, strict=True))
+        plan = plan_step([samples[i].total_length for i in kept], dp=dp, max_tokens=max_tokens, cp=cp)
+        for updates, micro_batches in zip(ranks, plan.micro_batches, strict=True):
+            chosen = [[kept[member] for member in members] for members in micro_batches]
+            packed = [
+                pack(
+                    [samples[i] for i in members],
+                    sample_ids=members,
+                    advantages=[advantages[i] for i in members],
+                    token_weights=[weight_of[i] for i in members],
+                    with_rollout_logprobs=with_rollout_logprobs,
+                )
+                for members in chosen
+            ]
+            updates.append(Update(micro_batches=packed, num_loss_tokens=num_loss_tokens, num_samples=len(kept)))
+    return ranks
+
+
+def is_trained_on(sample: Sample, *, require_reward: bool = True) -> bool:
+    """Whether the sample takes part in the loss (and in its denominators)."""
+    has_reward = sample.reward is not None and math.isfinite(sample.reward)
+    return sample.status.is_trainable and (has_reward or not require_reward) and any(sample.loss_mask)
+
+
+def loss_weights(
+    num_loss_tokens: Sequence[int], *, per_token_loss: bool, constant_length: int | None = None
+) -> list[float]:
+    """Weight of one trained token of each sample, given the trained tokens of every sample of an optimizer step (all positive).
+
+    `per_token_loss`: the mean over all tokens of the step. Otherwise the mean over samples of each one's token mean; or, with
+    `constant_length`, of its token sum over that constant, so that long answers are not favoured (Dr.GRPO, arXiv:2503.20783).
+    """
+    assert all(tokens > 0 for tokens in num_loss_tokens)
+    if per_token_loss:
+        return [1.0 / sum(num_loss_tokens)] * len(num_loss_tokens)
+    return [1.0 / (len(num_loss_tokens) * (constant_length or tokens)) for tokens in num_loss_tokens]
+
+
+def pack(
+    samples: Sequence[Sample],
+    *,
+    sample_ids: Sequence[int],
+    advantages: Sequence[float],
+    token_weights: Sequence[float],
+    with_rollout_logprobs: bool,
+) -> PackedBatch:
+    """Lay samples end to end. No samples give the empty dummy that keeps ranks in step."""
+    lengths = np.array([sample.total_length for sample in samples], dtype=np.int64)
+    bounds = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+    num_tokens = int(bounds[-1])
+    starts = np.repeat(bounds[:-1], lengths)
+    mask = np.zeros(num_tokens, dtype=np.bool_)
+    rollout_logp = np.zeros(num_tokens, dtype=np.float32)
+    tokens = np.empty(num_tokens, dtype=np.int64)
+    for sample, start, end in zip(samples, bounds[:-1], bounds[1:], strict=True):
+        tokens[start:end] = sample.tokens
+        mask[start + sample.prompt_length : end] = sample.loss_mask
+        if with_rollout_logprobs:
+            rollout_logp[start + sample.prompt_length : end] = sample.rollout_logprobs
+    weight = np.repeat(np.array(token_weights, dtype=np.float32), lengths)
+    weight[~mask] = 0.0
+    return PackedBatch(
+        tokens_T=_tensor(tokens),
+        positions_T=_tensor(np.arange(num_tokens, dtype=np.int64) - starts),
+        cu_seqlens=_tensor(bounds.astype(np.int32)),
+        max_seqlen=int(lengths.max()) if len(lengths) else 0,
+        loss_mask_T=_tensor(mask),
+        loss_weight_T=_tensor(weight),
+        advantages_S=_tensor(np.array(advantages, dtype=np.float32)),
+        sample_ids_S=_tensor(np.array(sample_ids, dtype=np.int64)),
+        rollout_logp_T=_tensor(rollout_logp) if with_rollout_logprobs else None,
+    )
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array)
+
+
+def _check(sample: Sample, position: int, *, with_rollout_logprobs: bool) -> None:
+    """Once, at the boundary; everything inside trusts it."""
+    where = f"sample {position} of the rollout (group {sample.group_id}, index {sample.index})"
+    if not 0 < sample.prompt_length < sample.total_length:
+        raise DataError(
+            f"{where} has a prompt of {sample.prompt_length} and {sample.total_length} tokens in all; both parts need at least one"
+        )
+    if len(sample.loss_mask) != sample.response_length:
+        raise DataError(
+            f"{where} has a loss mask of {len(sample.loss_mask)} entries for {sample.response_length} response tokens"
+        )
+    if with_rollout_logprobs and len(sample.rollout_logprobs) != sample.response_length:
+        raise DataError(
+            f"{where} has {len(sample.rollout_logprobs)} engine log-probs for {sample.response_length} response tokens; "
+            "the engine must return one a token"
+        )

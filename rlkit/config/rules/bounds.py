@@ -1,0 +1,94 @@
+"""The numbers that each field may hold by itself. Checked before the rules that compute with them."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from rlkit.config.fields import all_fields
+from rlkit.config.schema import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """A rule about one number, or every number of a list. `None` (unset) is always allowed; NaN and infinity never."""
+
+    field: str
+    low: float
+    """Smallest allowed value."""
+    low_open: bool = False
+    """`low` itself is not allowed."""
+    high: float = math.inf
+    """Largest allowed value."""
+    high_open: bool = False
+    also: tuple[float, ...] = ()
+    """Allowed outside the range, e.g. -1 for "no limit"."""
+    why: str = ""
+
+    @property
+    def __name__(self) -> str:
+        return f"{self.field}_is_in_range"
+
+    def __call__(self, cfg: RunConfig) -> str | None:
+        value: Any = getattr(getattr(cfg, all_fields()[self.field].section), self.field)
+        numbers = value if isinstance(value, tuple) else () if value is None else (value,)
+        for number in numbers:
+            if not self._allows(number):
+                why = f": {self.why}" if self.why else ""
+                return f"{self.field} = {number} must be {self._range()}{why}; set {all_fields()[self.field].flag}"
+        return None
+
+    def _allows(self, number: float) -> bool:
+        if number in self.also:
+            return True
+        above = number > self.low if self.low_open else number >= self.low
+        below = number < self.high if self.high_open else number <= self.high
+        return math.isfinite(number) and above and below
+
+    def _range(self) -> str:
+        low = f"above {self.low:g}" if self.low_open else f"at least {self.low:g}"
+        high = "" if self.high == math.inf else f" and {'below' if self.high_open else 'at most'} {self.high:g}"
+        also = "".join(f", or {number:g}" for number in self.also)
+        return f"{low}{high}{also}"
+
+
+def _counts(*names: str) -> tuple[Bound, ...]:
+    return tuple(Bound(field=name, low=1) for name in names)
+
+
+def _positive(*names: str) -> tuple[Bound, ...]:
+    return tuple(Bound(field=name, low=0, low_open=True) for name in names)
+
+
+def _not_negative(*names: str) -> tuple[Bound, ...]:
+    return tuple(Bound(field=name, low=0) for name in names)
+
+
+_WHOLE_VOCABULARY = "-1 is the whole vocabulary"
+_LARGEST_SEED = 2**63 - 1
+
+BOUNDS: tuple[Bound, ...] = (
+    *_counts("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus", "rollout_num_gpus_per_engine"),
+    *_counts("num_gpus_per_node", "rollout_max_prompt_len", "num_epoch", "rollout_max_response_len"),
+    *_counts("rm_num_workers", "eval_interval", "n_samples_per_eval_prompt", "eval_max_response_len"),
+    *_counts("sglang_server_concurrency", "embedded_max_running_requests", "lr_decay_iters", "global_batch_size"),
+    *_counts("num_steps_per_rollout", "max_tokens_per_gpu", "log_probs_chunk_size", "update_weight_buffer_size"),
+    *_counts("save_interval", "keep_checkpoints"),
+    *_positive("placement_timeout_s", "gpu_memory_gib", "rm_timeout_s", "engine_start_timeout_s", "engine_timeout_s"),
+    *_positive("eps_clip_high", "adam_eps"),
+    *_not_negative("num_rollout", "rollout_stop_token_ids", "start_rollout_id", "kl_loss_coef", "entropy_coef"),
+    *_not_negative("lr", "min_lr", "lr_warmup_iters", "weight_decay", "clip_grad", "ckpt_step"),
+    Bound(
+        field="rollout_temperature",
+        low=0,
+        low_open=True,
+        why="the trainer divides logits by it, and a group of equal samples teaches nothing",
+    ),
+    Bound(field="eval_temperature", low=0, why="0 is greedy"),
+    *(Bound(field=name, low=0, low_open=True, high=1) for name in ("rollout_top_p", "eval_top_p")),
+    *(Bound(field=name, low=1, also=(-1,), why=_WHOLE_VOCABULARY) for name in ("rollout_top_k", "eval_top_k")),
+    Bound(field="rollout_max_context_len", low=2, why="it holds a prompt and a response"),
+    *(Bound(field=name, low=0, high=_LARGEST_SEED) for name in ("rollout_seed", "seed")),
+    Bound(field="eps_clip", low=0, low_open=True, high=1, why="the ratio is clipped at 1 - eps_clip from below"),
+    Bound(field="eps_clip_c", low=1, low_open=True, why="a dual clip at 1 or below would flip or void the loss"),
+    *(Bound(field=name, low=0, high=1, high_open=True) for name in ("adam_beta1", "adam_beta2")),
+)

@@ -1,0 +1,155 @@
+"""Brings a run's processes up in the right order, each with its way down on the session's exit stack.
+
+Ray and slots -> engines, training ranks and rollout manager side by side -> router -> weight channels.
+On shared CUDA devices the engines start first and go to sleep before a trainer exists: they size their KV cache by the
+free memory.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from ray import ObjectRef
+
+from rlkit.config.schema import RunConfig
+from rlkit.observability.console import Console
+from rlkit.observability.spans import Spans
+from rlkit.orchestration.checkpoints import Checkpoint
+from rlkit.orchestration.cluster import Cluster
+from rlkit.orchestration.engine_servers import EnginePool
+from rlkit.orchestration.layout import plan_layout
+from rlkit.orchestration.phases import Phases, SharedGpus, SplitGpus
+from rlkit.orchestration.rollout_worker import Rollouts
+from rlkit.orchestration.router import register_engines, start_router
+from rlkit.orchestration.train_workers import TrainGroup
+from rlkit.orchestration.waiting import Waiter
+from rlkit.sync.updater import WeightUpdater
+from rlkit.types.ranks import EngineEndpoint, InitReport
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fleet:
+    """The handles of everything that runs."""
+
+    rollouts: Rollouts
+    actor: TrainGroup | None
+    """None when nothing trains."""
+    updater: WeightUpdater | None
+    """None when there is nobody to send weights, or nobody to receive them."""
+    phases: Phases
+
+
+class Startup:
+    """One start. `run` returns when everything answers; whatever was started before a failure is on the exit stack."""
+
+    def __init__(self, cfg: RunConfig, run_dir: Path, exit_stack: ExitStack, spans: Spans, console: Console) -> None:
+        self._cfg = cfg
+        self._run_dir = run_dir
+        self._exit = exit_stack
+        self._spans = spans
+        self._console = console
+        self._waiter = Waiter()
+        self._layout = plan_layout(cfg)
+        self._device = resolve_device(cfg)
+
+    def run(self, checkpoint: Checkpoint | None, *, weight_version: int) -> Fleet:
+        began = time.perf_counter()
+        resume_from = checkpoint.trainer_dir if checkpoint is not None else None
+        cluster = Cluster(self._cfg, self._layout, device=self._device)
+        self._on_exit(cluster.close)
+        rollouts = Rollouts(self._cfg, run_dir=self._run_dir, waiter=self._waiter, console=self._console)
+        self._on_exit(rollouts.close)
+        engines = self._make_engines(cluster)
+        starting = engines.start(weight_version) if engines is not None else []
+        actor = self._make_actor(cluster)
+
+        if self._device == "cuda" and self._cfg.cluster.colocate:
+            endpoints, updater = self._engines_ready(engines, starting, actor)
+            loading = actor.start_init(resume_from) if actor is not None else []
+        else:
+            loading = actor.start_init(resume_from) if actor is not None else []
+            endpoints, updater = self._engines_ready(engines, starting, actor)
+        router_url = self._make_router(cluster, endpoints) if endpoints else None
+        reports: list[InitReport] = self._waiter.gather(loading)
+        if actor is not None and updater is not None:
+            actor.connect(endpoints)
+        rollouts.start(
+            dp=max(1, len(self._layout.rank_slots)),
+            router_url=router_url,
+            engine_urls=[endpoint.url for endpoint in endpoints],
+            state=checkpoint.rollout_state if checkpoint is not None else None,
+        )
+        phases = self._make_phases(actor, updater)
+        self._say_ready(reports, time.perf_counter() - began)
+        self._spans.drain()
+        return Fleet(rollouts=rollouts, actor=actor, updater=updater, phases=phases)
+
+    def _on_exit(self, close: Callable[[], None]) -> None:
+        self._exit.callback(close)
+
+    def _make_engines(self, cluster: Cluster) -> EnginePool | None:
+        if not self._layout.engines:
+            return None
+        pool = EnginePool(self._cfg, cluster, self._layout, run_dir=self._run_dir, gather=self._waiter.gather)
+        self._on_exit(pool.close)
+        return pool
+
+    def _make_actor(self, cluster: Cluster) -> TrainGroup | None:
+        if not self._layout.rank_slots:
+            return None
+        actor = TrainGroup(self._cfg, cluster, self._layout, run_dir=self._run_dir, gather=self._waiter.gather)
+        self._on_exit(actor.close)
+        return actor
+
+    def _engines_ready(
+        self, engines: EnginePool | None, starting: Sequence[ObjectRef], actor: TrainGroup | None
+    ) -> tuple[list[EngineEndpoint], WeightUpdater | None]:
+        """Wait for the engines; colocated ones are put to sleep until the first weights come."""
+        if engines is None:
+            return [], None
+        endpoints = engines.endpoints(starting)
+        self._waiter.watch_tasks(engines.watch())
+        if actor is None:
+            return endpoints, None
+        updater = WeightUpdater(
+            endpoints,
+            actor.push_weights,
+            engines_sleep=self._cfg.cluster.colocate,
+            timeout_s=self._cfg.engine.engine_timeout_s,
+            spans=self._spans,
+        )
+        self._on_exit(updater.close)
+        if self._cfg.cluster.colocate:
+            updater.sleep_engines()
+        return endpoints, updater
+
+    def _make_router(self, cluster: Cluster, endpoints: Sequence[EngineEndpoint]) -> str:
+        process, url = start_router(self._cfg, cluster.driver_address(), self._run_dir / "logs")
+        self._on_exit(process.stop)
+        self._waiter.watch_process("router", process)
+        register_engines(url, [endpoint.url for endpoint in endpoints], process)
+        return url
+
+    def _make_phases(self, actor: TrainGroup | None, updater: WeightUpdater | None) -> Phases:
+        if actor is None or updater is None or not self._cfg.cluster.colocate:
+            return SplitGpus()
+        actor.sleep()
+        return SharedGpus(actor, updater, self._spans)
+
+    def _say_ready(self, reports: Sequence[InitReport], seconds: float) -> None:
+        size = f" of {reports[0].num_params / 1e6:.1f} M parameters" if reports else ""
+        ranks, engines = len(self._layout.rank_slots), len(self._layout.engines)
+        self._console.say(
+            f"{ranks} training ranks{size} and {engines} engines on {self._device}, up in {seconds:.0f} s"
+        )
+
+
+def resolve_device(cfg: RunConfig) -> str:
+    """`cuda` or `cpu`."""
+    if cfg.cluster.device != "auto":
+        return cfg.cluster.device
+    import torch  # local: seconds, and the driver needs it for nothing else
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,95 @@
+"""From a collected rollout to what ranks train on: which groups count and why others do not, advantages, shards. Pure; called by `manager.py`."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rlkit.algo.advantages import estimate_advantages
+from rlkit.algo.batching import build_updates, is_trained_on
+from rlkit.config.schema import RunConfig
+from rlkit.rollout.collect import Collected
+from rlkit.types.batches import Update
+from rlkit.types.errors import DataError, EngineError, RewardError
+from rlkit.types.samples import Sample, SampleGroup, SampleStatus
+
+_EXCERPT = 300
+"""Characters of a response, label or error that a message quotes."""
+
+
+def build_shards(cfg: RunConfig, groups: Sequence[SampleGroup], dp: int) -> list[list[Update]]:
+    """[rank][optimizer step]. SFT weighs every sample alike; otherwise a sample counts by its advantage in its group."""
+    samples = flatten(groups)
+    if cfg.is_sft:
+        advantages = [1.0] * len(samples)
+    else:
+        advantages = estimate_advantages(
+            [sample.reward if sample.status.is_trainable else None for sample in samples],
+            [sample.group_id for sample in samples],
+            estimator=cfg.algo.advantage_estimator,
+            divide_by_std=not cfg.algo.disable_grpo_std_normalization,
+        )
+    return build_updates(
+        samples,
+        advantages,
+        dp=dp,
+        batch_size=cfg.batch_size,
+        max_tokens=cfg.train.max_tokens_per_gpu,
+        per_token_loss=cfg.algo.calculate_per_token_loss,
+        with_rollout_logprobs=not cfg.is_sft,
+        require_reward=not cfg.is_sft,
+    )
+
+
+def flatten(groups: Sequence[SampleGroup]) -> list[Sample]:
+    """All samples in order; `PackedBatch.sample_ids_S` are positions in this list."""
+    return [sample for group in groups for sample in group.samples]
+
+
+def groups_by_rank(groups: Sequence[SampleGroup], shards: Sequence[Sequence[Update]]) -> list[list[int]]:
+    """[rank] -> ids of the groups that have a sample there, ascending. Samples are found by their ids, never by position in a shard."""
+    samples = flatten(groups)
+    return [
+        sorted(
+            {samples[i].group_id for update in updates for batch in update.micro_batches for i in batch.sample_ids_S.tolist()}
+        )
+        for updates in shards
+    ]
+
+
+def untrained_reason(sample: Sample, *, require_reward: bool) -> str | None:
+    """Why a sample takes no part in the loss; None when it does."""
+    if is_trained_on(sample, require_reward=require_reward):
+        return None
+    if not sample.status.is_trainable:
+        return str(sample.status)
+    if sample.response_length == 0:
+        return "no_room"
+    if require_reward and sample.reward is None:
+        return "unscored"
+    return "masked"
+
+
+def check_trainable(groups: Sequence[SampleGroup], collected: Collected, *, step: int, require_reward: bool) -> None:
+    """An error with evidence and remedy if not one sample can be trained on."""
+    samples = flatten(groups)
+    reasons = Counter(untrained_reason(sample, require_reward=require_reward) for sample in samples)
+    if reasons[None]:
+        return
+    told = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+    start = f"step {step}: none of {len(samples)} samples can be trained on ({told or 'no samples'})"
+    if reasons["unscored"]:
+        example = next(s for s in samples if untrained_reason(s, require_reward=require_reward) == "unscored")
+        raise RewardError(
+            f"{start}. The grader said: {str(collected.grade_error)[:_EXCERPT]}. Example response: {example.response[:_EXCERPT]!r} "
+            f"(label {str(example.label)[:_EXCERPT]!r}). Check --rm-type or --custom-rm-path, --reward-key and --label-key"
+        )
+    if reasons[SampleStatus.FAILED] or reasons[SampleStatus.ABORTED]:
+        raise EngineError(
+            f"{start}. The last engine error: {str(collected.engine_error)[:_EXCERPT]}. See logs/ of the run for the engines' own words"
+        )
+    if reasons["no_room"]:
+        longest = max(sample.prompt_length for sample in samples)
+        raise DataError(
+            f"{start}: prompts of up to {longest} tokens leave no room for a response. Raise --rollout-max-context-len if the model allows "
+            "it, or leave long prompts out with --rollout-max-prompt-len"
+        )
+    raise DataError(f"{start}: every response token is masked, or there is none. Check the label column and the loss mask")
