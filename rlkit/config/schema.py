@@ -1,7 +1,7 @@
 """Every setting of a run, as a tree of frozen dataclasses. A field is called what its flag is called
 (`rollout_batch_size` <-> `--rollout-batch-size`).
 
-The command line (`config/cli.py`) flattens the tree into slime-compatible flags; `config/rules.py` checks fields
+The command line (`config/load.py`) flattens the tree into slime-compatible flags; `config/rules/` checks fields
 against each other.
 Nothing here is ever edited after parsing: derived numbers are properties. This module imports the standard library
 only.
@@ -54,6 +54,11 @@ class ClusterConfig:
     @property
     def num_engines(self) -> int:
         return self.engine_num_gpus // self.rollout_num_gpus_per_engine
+
+    @property
+    def slots_per_node(self) -> int:
+        """GPUs of a node that this run counts with: several trainer nodes each give exactly their training ranks."""
+        return self.actor_num_gpus_per_node if self.actor_num_nodes > 1 else self.num_gpus_per_node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

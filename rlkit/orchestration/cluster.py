@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 from ray.util.placement_group import (
@@ -52,12 +53,14 @@ class Slot:
     """CUDA index on the node; on a CPU the position among the node's slots."""
 
 
-@ray.remote(num_cpus=0)
 class SlotProbe:
     """Says where its bundle landed."""
 
     def where(self) -> tuple[str, str, int]:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
+
+
+RemoteSlotProbe: Any = ray.remote(num_cpus=0)(SlotProbe)
 
 
 class Cluster:
@@ -66,7 +69,7 @@ class Cluster:
     def __init__(self, cfg: RunConfig, layout: Layout, *, device: str) -> None:
         self.device = device
         self._owns_ray = not ray.is_initialized()
-        self._is_private = self._owns_ray and cluster_address(cfg) is None
+        self._is_private = cluster_address(cfg) is None
         self._group: PlacementGroup | None = None
         if self._owns_ray:
             start_ray(cfg, layout, device=device)
@@ -79,8 +82,8 @@ class Cluster:
     def _place(self, layout: Layout, *, timeout_s: float) -> list[Slot]:
         if layout.num_slots == 0:
             return []
-        bundle = {"GPU": 1, "CPU": 1} if self.device == "cuda" else {SLOT_RESOURCE: 1, "CPU": 0.01}
-        resource = "GPU" if self.device == "cuda" else SLOT_RESOURCE
+        resource, cpus = ("GPU", 1.0) if self.device == "cuda" else (SLOT_RESOURCE, 0.01)
+        bundle = {resource: 1.0, "CPU": cpus}
         available = int(ray.cluster_resources().get(resource, 0))
         if available < layout.num_slots and self._is_private:
             # A private cluster never grows; a shared one may.
@@ -93,7 +96,7 @@ class Cluster:
     def _gpu_places(self, layout: Layout) -> list[tuple[str, str, int]]:
         """Only a process inside a bundle learns which GPU the bundle has."""
         probes = [
-            SlotProbe.options(num_gpus=0.01, scheduling_strategy=self._in_bundle(index)).remote()
+            RemoteSlotProbe.options(num_gpus=0.01, scheduling_strategy=self._in_bundle(index)).remote()
             for index in range(layout.num_slots)
         ]
         places = ray.get([probe.where.remote() for probe in probes])
@@ -114,10 +117,10 @@ class Cluster:
         assert self._group is not None
         return PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=bundle)
 
-    def actor_options(self, slot: int, *, share: float, num_threads: int) -> dict:
+    def actor_options(self, slot: int, *, share: float, num_threads: int) -> dict[str, Any]:
         """Ray options of an actor on `slot` that takes `share` of it."""
         threads = {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
-        options = {
+        options: dict[str, Any] = {
             "num_cpus": 0,
             "scheduling_strategy": self._in_bundle(self.slots[slot].bundle),
             "runtime_env": {"env_vars": {**WORKER_ENV, **threads}},
@@ -189,7 +192,8 @@ def ip_key(address: str) -> tuple[int, ...] | tuple[str]:
 def shortage(layout: Layout, available: int, resource: str) -> str:
     """What was asked and what is there."""
     what = "GPUs" if resource == "GPU" else "rank slots"
+    ranks, engines = len(layout.rank_slots), len(layout.engines)
     return (
-        f"the run needs {layout.num_slots} {what} ({len(layout.rank_slots)} training ranks, {len(layout.engines)} engines), "
-        f"the cluster has {available}; lower --actor-num-gpus-per-node, --actor-num-nodes or --rollout-num-gpus, or add nodes"
+        f"the run needs {layout.num_slots} {what} ({ranks} training ranks, {engines} engines), the cluster has "
+        f"{available}; lower --actor-num-gpus-per-node, --actor-num-nodes or --rollout-num-gpus, or add nodes"
     )

@@ -5,6 +5,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray import ObjectRef
@@ -23,7 +24,6 @@ from rlkit.types.ranks import EngineEndpoint
 READY_POLL_S = 0.2
 
 
-@ray.remote(max_concurrency=4)
 class EngineServer:
     """Starts, probes and stops one engine process on its node. Threaded: `watch` blocks while the process lives."""
 
@@ -83,6 +83,9 @@ class EngineServer:
             self._process.stop()
 
 
+RemoteEngineServer: Any = ray.remote(EngineServer)
+
+
 class EnginePool:
     """All engines of a run."""
 
@@ -92,9 +95,10 @@ class EnginePool:
         self._layout = layout
         self._gather = gather
         self._num_threads = cluster.threads_per_slot(compute_slots(cfg, layout))
-        self._servers = [
-            EngineServer.options(
-                **cluster.actor_options(engine.slots[0], share=ENGINE_SHARE, num_threads=self._num_threads)
+        self._servers: list[Any] = [
+            RemoteEngineServer.options(
+                max_concurrency=4,
+                **cluster.actor_options(engine.slots[0], share=ENGINE_SHARE, num_threads=self._num_threads),
             ).remote(cfg, run_dir, engine.index)
             for engine in layout.engines
         ]

@@ -19,7 +19,6 @@ from rlkit.rollout.manager import RolloutManager
 from rlkit.types.ranks import MetricSet
 
 
-@ray.remote(num_cpus=0)
 class RolloutWorker:
     """An async actor: progress can be asked for while a rollout runs."""
 
@@ -67,11 +66,17 @@ class RolloutWorker:
     async def evaluate(self, step: int) -> MetricSet:
         return {**(await self.manager.evaluate(step)), **self._spans.drain()}
 
+    async def record_trained(self, step: int) -> None:
+        self.manager.record_trained(step)
+
     async def state(self) -> dict[str, Any]:
         return self.manager.state()
 
     async def close(self) -> None:
         await self.manager.close()
+
+
+RemoteRolloutWorker: Any = ray.remote(num_cpus=0)(RolloutWorker)
 
 
 class Rollouts:
@@ -81,7 +86,7 @@ class Rollouts:
         self._waiter = waiter
         self._console = console
         here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
-        self._worker = RolloutWorker.options(
+        self._worker: Any = RemoteRolloutWorker.options(
             scheduling_strategy=here, runtime_env={"env_vars": WORKER_ENV}, max_concurrency=8
         ).remote(cfg, run_dir)
 
@@ -99,6 +104,10 @@ class Rollouts:
     def _with_progress(self, task: ObjectRef, label: str) -> Any:
         with self._console.progress(label) as bar:
             return self._waiter.gather([task], on_poll=lambda: bar.update(*ray.get(self._worker.progress.remote())))[0]
+
+    def record_trained(self, step: int) -> None:
+        """Tell the ledger that the optimizer steps of this rollout are done."""
+        self._waiter.gather([self._worker.record_trained.remote(step)])
 
     def state(self) -> dict[str, Any]:
         return self._waiter.gather([self._worker.state.remote()])[0]

@@ -148,6 +148,7 @@ class Session:
             return  # --debug-rollout-only
         with self._spans(SpanName.TRAIN):
             self._metrics.update(self._actor.train(step, shards))
+        self.rollouts.record_trained(step)
 
     def save_if_due(self, step: int) -> None:
         """Write a checkpoint after every `--save-interval` steps and after the last one."""
@@ -178,7 +179,9 @@ class Session:
             return
         is_first = step == self.start_step and not options.skip_eval_before_train
         if is_first or (step > self.start_step and is_due(step, options.eval_interval, self.num_steps)):
-            self._log.write(step, self.rollouts.evaluate(step))
+            metrics = self.rollouts.evaluate(step)
+            if metrics:  # a replay has no engines to ask
+                self._log.write(step, metrics)
 
     def report(self, step: int) -> None:
         """Write the step's row of metrics."""

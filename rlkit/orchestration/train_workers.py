@@ -36,7 +36,6 @@ def claim_output(run_dir: Path, process: str) -> None:
     os.close(descriptor)
 
 
-@ray.remote
 class TrainWorker:
     """One training rank. No algorithm in here."""
 
@@ -78,6 +77,9 @@ class TrainWorker:
         self._backend.wake_up()
 
 
+RemoteTrainWorker: Any = ray.remote(TrainWorker)
+
+
 class TrainGroup:
     """All training ranks; every method returns when all ranks are done, or raises the first error of any."""
 
@@ -87,8 +89,8 @@ class TrainGroup:
         self._layout = layout
         self.world_size = len(layout.rank_slots)
         self._num_threads = cluster.threads_per_slot(compute_slots(cfg, layout))
-        self._workers = [
-            TrainWorker.options(
+        self._workers: list[Any] = [
+            RemoteTrainWorker.options(
                 **cluster.actor_options(slot, share=TRAINER_SHARE, num_threads=self._num_threads)
             ).remote(cfg, run_dir, rank)
             for rank, slot in enumerate(layout.rank_slots)

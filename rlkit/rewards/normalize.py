@@ -44,7 +44,9 @@ _CHARACTERS = str.maketrans(
         "，": ",",
     }
 )
-_TEXT_COMMANDS = re.compile(r"\\(?:text(?:bf|it|rm|normal|sf|tt|sc|up)?|math(?:rm|bf|it|sf|tt|up)|mbox|hbox|operatorname)\s*(?=\{)")
+_STYLED_LETTER = re.compile(r"\\math(?:rm|bf|it|sf|tt|up)\s*\{\s*([A-Za-z])\s*\}|\\mathbb\s*(?=[A-Z])")
+_OPERATOR_NAME = re.compile(r"\\operatorname\*?\s*\{\s*([A-Za-z]+)\s*\}")
+_TEXT_COMMANDS = re.compile(r"\\(?:text(?:bf|it|rm|normal|sf|tt|sc|up)?|math(?:rm|bf|it|sf|tt|up)|mbox|hbox)\s*(?=\{)")
 _SIZING = re.compile(
     r"\\(?:left|right)\s*\.|\\(?:left|right|[bB]ig{1,2}[lrm]?|displaystyle|textstyle|limits|nolimits|mathstrut|strut)(?![A-Za-z])"
 )
@@ -96,6 +98,8 @@ def normalize(text: str) -> str:
     text = _SIZING.sub("", text)
     text = _WIDE_SPACE.sub(" ", text)
     text = _FRACTION_COMMAND.sub(r"\\frac", text)
+    text = _OPERATOR_NAME.sub(r"\\\1 ", text)
+    text = _STYLED_LETTER.sub(lambda match: match.group(1) or "\\mathbb ", text)
     text = _TEXT_COMMANDS.sub(r"\\text", text)
     for pattern, replacement in _SYNONYMS:
         text = pattern.sub(replacement, text)
@@ -111,7 +115,9 @@ def trim(text: str) -> str:
     """Without Markdown, quotes and sentence punctuation around it, and without a pair of braces or `\\text` around all of it."""
     while True:
         before = text
-        text = text.strip().strip("*`\"' ").rstrip(".,;:").strip()
+        text = _unquote(text.strip())
+        if text.endswith((".", ",", ";", ":")) and not text.endswith(".."):  # an ellipsis goes on, a full stop ends
+            text = text[:-1].strip()
         if text.startswith("\\text{") and _closes_at_end(text, len("\\text")):
             text = text[len("\\text{") : -1]
             if any(char.isalpha() for char in text):
@@ -168,6 +174,13 @@ def _spell_fraction(match: re.Match[str]) -> str:
 def _unwrap_dollars(text: str) -> str:
     text = text.replace("\\$", _CURRENCY)
     return text.replace("$", _CURRENCY if text.count("$") == 1 else "")
+
+
+def _unquote(text: str) -> str:
+    for mark in ("**", "__", "`", '"', "'"):
+        if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark):
+            return text[len(mark) : -len(mark)].strip()
+    return text
 
 
 def _closes_at_end(text: str, opening: int) -> bool:

@@ -82,10 +82,11 @@ class IpcChannel:
         size = bucket.flat.numel()
         if bucket.flat.is_cuda:
             return bucket.flat
-        if self._staging is None or self._staging.numel() < size:
-            self._staging = torch.empty(size, dtype=torch.uint8).share_memory_()
-        self._staging[:size].copy_(bucket.flat)
-        return self._staging[:size]
+        staging = self._staging
+        if staging is None or staging.numel() < size:
+            self._staging = staging = torch.empty(size, dtype=torch.uint8).share_memory_()
+        staging[:size].copy_(bucket.flat)
+        return staging[:size]
 
     def close(self) -> None:
         self._calls.close()

@@ -1,9 +1,11 @@
-"""The protocol around a weight push, and sleep and wake of all engines. Called by the session; the push itself is the channels' work.
+"""The protocol around a weight push, and sleep and wake of all engines. Called by the session; the push itself is the
+channels' work.
 
 Split:      pause (abort) -> wait until idle -> push -> flush -> verify version -> continue
 Colocated:  engines are asleep and empty -> map weights -> push -> verify version -> map KV cache -> flush
 
-Buckets go out with flush_cache=false: SGLang asserts inside its scheduler that a flush succeeds, so it is asked for once, at a moment
+Buckets go out with flush_cache=false: SGLang asserts inside its scheduler that a flush succeeds, so it is asked for
+once, at a moment
 when nothing runs. No cached prefix survives an update.
 """
 
@@ -81,8 +83,9 @@ class WeightUpdater:
             if different:
                 name = different[0]
                 raise SyncError(
-                    f"{len(different)} of {len(expected)} tensors of engine {endpoint.url} differ from the trainer's after "
-                    f"the update; the first is {name}: trainer {expected[name][:16]}, engine {found.get(name, 'absent')[:16]}"
+                    f"{len(different)} of {len(expected)} tensors of engine {endpoint.url} differ from the trainer's "
+                    f"after the update; the first is {name}: trainer {expected[name][:16]}, "
+                    f"engine {found.get(name, 'absent')[:16]}"
                 )
 
     def close(self) -> None:
@@ -90,6 +93,7 @@ class WeightUpdater:
 
 
 def engine_checksums(answer: dict) -> dict[str, str]:
-    """Checksums by tensor name from an answer of `/weights_checker` (one payload a rank; a single-rank engine has one)."""
+    """Checksums by tensor name from an answer of `/weights_checker` (one payload a rank; a single-rank engine has
+    one)."""
     ranks = answer["ranks"]
     return {name: value for rank in ranks for name, value in rank["checksums"].items()}

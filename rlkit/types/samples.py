@@ -40,7 +40,7 @@ class Prompt:
     """The rendered text that `token_ids` encode."""
     label: Any = None
     """Whatever the label column holds; graders convert it. None when no label key is set."""
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,19 +56,19 @@ class Sample:
     """Prompt ids followed by response ids."""
     prompt_length: int
     response: str = ""
-    loss_mask: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list[int])
     """1 where a response token was sampled by the policy and is trained on, else 0; one entry a response token."""
-    rollout_logprobs: list[float] = field(default_factory=list)
+    rollout_logprobs: list[float] = field(default_factory=list[float])
     """Engine log-probs of the response tokens at the sampling temperature."""
     status: SampleStatus = SampleStatus.PENDING
     reward: float | None = None
     """None when the sample could not be scored; it is then left out of group statistics and of the loss."""
     reward_detail: dict[str, Any] | None = None
     """The whole dict of a grader that returned one; `reward` is its `--reward-key`."""
-    weight_versions: list[int] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list[int])
     """Weight version(s) that produced the response, in order."""
     label: Any = None
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def response_length(self) -> int:

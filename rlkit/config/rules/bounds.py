@@ -1,4 +1,5 @@
-"""The numbers that each field may hold by itself. Checked before the rules that compute with them."""
+"""What each field may hold by itself: numbers in a range, strings that are not empty. Checked before the rules that
+compute with them."""
 
 import math
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Bound:
         return f"{self.field}_is_in_range"
 
     def __call__(self, cfg: RunConfig) -> str | None:
-        value: Any = getattr(getattr(cfg, all_fields()[self.field].section), self.field)
+        value = _value(cfg, self.field)
         numbers = value if isinstance(value, tuple) else () if value is None else (value,)
         for number in numbers:
             if not self._allows(number):
@@ -49,6 +50,30 @@ class Bound:
         high = "" if self.high == math.inf else f" and {'below' if self.high_open else 'at most'} {self.high:g}"
         also = "".join(f", or {number:g}" for number in self.also)
         return f"{low}{high}{also}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotEmpty:
+    """A rule about one string, or every string of a list."""
+
+    field: str
+
+    @property
+    def __name__(self) -> str:
+        return f"{self.field}_is_not_empty"
+
+    def __call__(self, cfg: RunConfig) -> str | None:
+        value = _value(cfg, self.field)
+        if value != "" and not (isinstance(value, tuple) and "" in value):
+            return None
+        flag = all_fields()[self.field].flag
+        return (
+            f"{self.field} holds an empty string, perhaps from an unset shell variable; give {flag} a value or drop it"
+        )
+
+
+def _value(cfg: RunConfig, name: str) -> Any:
+    return getattr(getattr(cfg, all_fields()[name].section), name)
 
 
 def _counts(*names: str) -> tuple[Bound, ...]:
@@ -91,4 +116,10 @@ BOUNDS: tuple[Bound, ...] = (
     Bound(field="eps_clip", low=0, low_open=True, high=1, why="the ratio is clipped at 1 - eps_clip from below"),
     Bound(field="eps_clip_c", low=1, low_open=True, why="a dual clip at 1 or below would flip or void the loss"),
     *(Bound(field=name, low=0, high=1, high_open=True) for name in ("adam_beta1", "adam_beta2")),
+)
+
+STRINGS: tuple[NotEmpty, ...] = tuple(
+    NotEmpty(field=field.name)
+    for field in all_fields().values()
+    if field.inner in (str, tuple[str, ...]) and field.default != ""  # a required one: `model_is_named`
 )

@@ -15,7 +15,8 @@ def trains(cfg: RunConfig) -> bool:
 
 def reads_prompts(cfg: RunConfig) -> bool:
     """Whether rollouts (or supervised rows) come from the prompt file."""
-    return not only_evaluates(cfg) and cfg.debug.load_debug_rollout_data is None and not cfg.debug.debug_train_only
+    replays = cfg.debug.load_debug_rollout_data is not None or (cfg.debug.debug_train_only and not cfg.is_sft)
+    return not only_evaluates(cfg) and not replays
 
 
 def generates(cfg: RunConfig) -> bool:
@@ -64,7 +65,9 @@ def prompts_are_named(cfg: RunConfig) -> str | None:
 def run_has_a_length(cfg: RunConfig) -> str | None:
     if cfg.rollout.num_rollout is not None or cfg.rollout.num_epoch is not None:
         return None
-    return "num_rollout and num_epoch are both unset; pass --num-rollout (steps) or --num-epoch (passes over the prompts)"
+    return (
+        "num_rollout and num_epoch are both unset; pass --num-rollout (steps) or --num-epoch (passes over the prompts)"
+    )
 
 
 def epochs_need_a_prompt_file(cfg: RunConfig) -> str | None:

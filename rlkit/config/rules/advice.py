@@ -1,0 +1,160 @@
+"""What works, but probably not as meant: sentences printed before a run, never errors."""
+
+from rlkit.config.rules.required import evaluates, generates, trains
+from rlkit.config.schema import RunConfig
+
+
+def truncated_sampling_biases_the_gradient(cfg: RunConfig) -> str | None:
+    top_p, top_k = cfg.rollout.rollout_top_p, cfg.rollout.rollout_top_k
+    if not (generates(cfg) and trains(cfg)) or (top_p == 1 and top_k == -1):
+        return None
+    return (
+        f"rollout_top_p = {top_p}, rollout_top_k = {top_k}: samples come from a truncated distribution, while log-probs"
+        " on both sides are over the whole vocabulary, so the gradient is biased; 1.0 and -1 are unbiased"
+    )
+
+
+def kl_is_only_reported(cfg: RunConfig) -> str | None:
+    if not (cfg.needs_reference and trains(cfg)) or cfg.algo.kl_loss_coef != 0:
+        return None
+    return "use_kl_loss with kl_loss_coef = 0.0 loads the reference model only to report the KL, not to train on it"
+
+
+def reference_is_not_loaded(cfg: RunConfig) -> str | None:
+    if cfg.model.ref_load is None or cfg.needs_reference:
+        return None
+    return f"ref_load = {cfg.model.ref_load} is not used: nothing needs a reference model (--use-kl-loss would)"
+
+
+def epochs_are_overruled(cfg: RunConfig) -> str | None:
+    steps, epochs = cfg.rollout.num_rollout, cfg.rollout.num_epoch
+    if steps is None or epochs is None:
+        return None
+    return f"num_epoch = {epochs} is not used because num_rollout = {steps} counts the steps"
+
+
+def schedule_is_constant(cfg: RunConfig) -> str | None:
+    optimizer = cfg.optimizer
+    if optimizer.lr_decay_style != "constant" or (optimizer.min_lr == 0 and optimizer.lr_decay_iters is None):
+        return None
+    return (
+        f"min_lr = {optimizer.min_lr} and lr_decay_iters = {optimizer.lr_decay_iters} are not used with"
+        " lr_decay_style = constant"
+    )
+
+
+def warmup_never_ends(cfg: RunConfig) -> str | None:
+    warmup, rollouts = cfg.optimizer.lr_warmup_iters, cfg.rollout.num_rollout
+    if not trains(cfg) or rollouts is None or cfg.optimizer.lr_decay_style != "constant":
+        return None
+    steps = rollouts * cfg.steps_per_rollout
+    if warmup < steps:
+        return None
+    return (
+        f"lr_warmup_iters = {warmup}, but the run makes {steps} optimizer steps: lr = {cfg.optimizer.lr} is not reached"
+    )
+
+
+def nothing_is_learned(cfg: RunConfig) -> str | None:
+    if not trains(cfg) or cfg.optimizer.lr != 0:
+        return None
+    return "lr = 0.0: the weights will not change"
+
+
+def long_responses_run_alone(cfg: RunConfig) -> str | None:
+    longest, budget = cfg.rollout.rollout_max_response_len, cfg.train.max_tokens_per_gpu
+    if not trains(cfg) or cfg.is_sft or longest <= budget:
+        return None
+    return (
+        f"rollout_max_response_len = {longest} is more than max_tokens_per_gpu = {budget}: a longer sample is a"
+        f" micro-batch by itself and needs the memory of its own length; memory is bounded by {longest} tokens then"
+    )
+
+
+def context_cuts_responses(cfg: RunConfig) -> str | None:
+    prompt, response = cfg.data.rollout_max_prompt_len, cfg.rollout.rollout_max_response_len
+    context = cfg.rollout.rollout_max_context_len
+    if prompt is None or context is None or not generates(cfg) or prompt + response <= context:
+        return None
+    return (
+        f"rollout_max_prompt_len + rollout_max_response_len = {prompt} + {response} = {prompt + response} is more than"
+        f" rollout_max_context_len = {context}: long prompts leave less than {response} tokens for the response"
+    )
+
+
+def greedy_samples_are_equal(cfg: RunConfig) -> str | None:
+    samples = cfg.evaluation.n_samples_per_eval_prompt
+    if not evaluates(cfg) or cfg.evaluation.eval_temperature != 0 or samples == 1:
+        return None
+    return f"eval_temperature = 0.0 is greedy: n_samples_per_eval_prompt = {samples} gives {samples} equal responses"
+
+
+def evaluation_is_off(cfg: RunConfig) -> str | None:
+    if cfg.evaluation.eval_interval is None or evaluates(cfg) or cfg.is_sft:
+        return None
+    return (
+        f"eval_interval = {cfg.evaluation.eval_interval} is not used: no engine starts when a saved rollout is replayed"
+    )
+
+
+def supervised_rows_are_not_graded(cfg: RunConfig) -> str | None:
+    grader = cfg.reward.rm_type or cfg.reward.custom_rm_path
+    if not cfg.is_sft or grader is None:
+        return None
+    return f"the grader {grader} is not used: loss_type = sft_loss grades nothing"
+
+
+def some_shared_gpus_do_not_generate(cfg: RunConfig) -> str | None:
+    engines, ranks = cfg.cluster.engine_num_gpus, cfg.cluster.actor_num_gpus
+    if not (cfg.cluster.colocate and generates(cfg) and trains(cfg)) or engines >= ranks:
+        return None
+    return f"colocate with rollout_num_gpus = {engines}: {ranks - engines} of {ranks} GPUs idle during generation"
+
+
+def half_precision_is_slow_on_a_cpu(cfg: RunConfig) -> str | None:
+    if cfg.cluster.device != "cpu" or cfg.model.dtype != "bfloat16":
+        return None
+    return "dtype = bfloat16 on device = cpu is slower than float32 on most CPUs; --dtype auto takes float32"
+
+
+def export_overwrites_itself(cfg: RunConfig) -> str | None:
+    folder, interval = cfg.checkpoint.save_hf, cfg.checkpoint.save_interval
+    if folder is None or interval is None or "{rollout_id}" in folder or not trains(cfg):
+        return None
+    return f"save_hf = {folder} has no {{rollout_id}}: every save, each save_interval = {interval} steps, replaces the last"
+
+
+def upper_clip_is_tighter(cfg: RunConfig) -> str | None:
+    low, high = cfg.algo.eps_clip, cfg.algo.eps_clip_high
+    if high is None or high >= low or cfg.is_sft:
+        return None
+    return f"eps_clip_high = {high} is below eps_clip = {low}: raising a token's probability is clipped sooner than lowering"
+
+
+def no_logging_account_is_used(cfg: RunConfig) -> str | None:
+    options = cfg.logging
+    if options.use_wandb or options.wandb_group is None:
+        return None
+    return f"wandb_group = {options.wandb_group} is not used without --use-wandb"
+
+
+ADVICE = (
+    truncated_sampling_biases_the_gradient,
+    kl_is_only_reported,
+    reference_is_not_loaded,
+    epochs_are_overruled,
+    schedule_is_constant,
+    warmup_never_ends,
+    nothing_is_learned,
+    long_responses_run_alone,
+    context_cuts_responses,
+    greedy_samples_are_equal,
+    evaluation_is_off,
+    supervised_rows_are_not_graded,
+    some_shared_gpus_do_not_generate,
+    half_precision_is_slow_on_a_cpu,
+    export_overwrites_itself,
+    upper_clip_is_tighter,
+    no_logging_account_is_used,
+)
+"""Like rules, but what they say is advice."""

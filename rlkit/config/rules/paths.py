@@ -1,0 +1,119 @@
+"""What the file system has to hold. Checked before launch; the dry run only mentions it, as it runs anywhere."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rlkit.config.rules.required import evaluates, reads_prompts
+from rlkit.config.rules.rollout import eval_pairs, without_slice
+from rlkit.config.schema import RunConfig
+
+
+def checkpoints_are_there(cfg: RunConfig) -> list[str]:
+    """`--hf-checkpoint`, and `--ref-load` where it is used, are folders with a config.json."""
+    folders = [("hf_checkpoint", "--hf-checkpoint", cfg.model.hf_checkpoint)]
+    if cfg.needs_reference and cfg.model.ref_load is not None:
+        folders.append(("ref_load", "--ref-load", cfg.model.ref_load))
+    found: list[str] = []
+    for name, flag, folder in folders:
+        path = Path(folder)
+        if not path.is_dir():
+            looks_like_hub = folder.count("/") == 1 and not folder.startswith((".", "/", "~"))
+            remedy = f"download it first and pass the folder to {flag}" if looks_like_hub else f"correct {flag}"
+            found.append(f"{name} = {folder} is not a folder; {remedy}")
+        elif not (path / "config.json").is_file():
+            found.append(f"{name} = {folder} has no config.json, so it is no Hugging Face checkpoint; correct {flag}")
+    return found
+
+
+def prompt_files_are_there(cfg: RunConfig) -> list[str]:
+    files: list[tuple[str, str]] = []
+    if reads_prompts(cfg) and cfg.data.prompt_data:
+        files.append(("prompt_data", cfg.data.prompt_data))
+    if evaluates(cfg):
+        files += [("eval_prompt_data", path) for _, path in eval_pairs(cfg)]
+    return [
+        f"{name} = {path}: there is no file {without_slice(path)}; correct --{name.replace('_', '-')}"
+        for name, path in files
+        if not Path(without_slice(path)).is_file()
+    ]
+
+
+def grader_file_is_there(cfg: RunConfig) -> list[str]:
+    file, _, function = (cfg.reward.custom_rm_path or "").partition(".py:")
+    if not function or Path(file + ".py").is_file():
+        return []
+    return [f"custom_rm_path = {cfg.reward.custom_rm_path}: there is no file {file}.py; correct --custom-rm-path"]
+
+
+def resumed_folder_is_there(cfg: RunConfig) -> list[str]:
+    if cfg.checkpoint.load is None or Path(cfg.checkpoint.load).is_dir():
+        return []
+    return [f"load = {cfg.checkpoint.load} is not a folder; correct --load, or drop it to start anew"]
+
+
+def replayed_rollout_is_there(cfg: RunConfig) -> list[str]:
+    template = cfg.debug.load_debug_rollout_data
+    if template is None:
+        return []
+    first = cfg.rollout.start_rollout_id
+    if "{rollout_id}" in template and first is None:
+        return []  # the first step is known after the checkpoint is read
+    path = Path(template.replace("{rollout_id}", str(first)))
+    return [] if path.is_file() else [f"load_debug_rollout_data = {template}: there is no file {path}"]
+
+
+def output_folders_can_be_made(cfg: RunConfig) -> list[str]:
+    folders = {
+        "output_dir": cfg.logging.output_dir,
+        "save": cfg.checkpoint.save,
+        "update_weight_disk_dir": cfg.sync.update_weight_disk_dir,
+    }
+    return [
+        f"{name} = {folder} is a file, not a folder; choose another --{name.replace('_', '-')}"
+        for name, folder in folders.items()
+        if folder is not None and Path(folder).exists() and not Path(folder).is_dir()
+    ]
+
+
+def model_fits_the_flags(cfg: RunConfig) -> list[str]:
+    """What config.json says about the context length and the attention heads, where the folder is there."""
+    model = read_model_config(cfg.model.hf_checkpoint)
+    if model is None:
+        return []
+    found: list[str] = []
+    longest, asked = model.get("max_position_embeddings"), cfg.rollout.rollout_max_context_len
+    if isinstance(longest, int) and asked is not None and asked > longest:
+        found.append(
+            f"rollout_max_context_len = {asked} is more than the model's max_position_embeddings = {longest};"
+            f" pass --rollout-max-context-len {longest} or less"
+        )
+    heads = model.get("num_attention_heads")
+    tensor = cfg.cluster.rollout_num_gpus_per_engine // cfg.engine.sglang.get("pp_size", 1)
+    attention = tensor // cfg.engine.sglang.get("dp_size", 1)
+    if isinstance(heads, int) and cfg.starts_engines and heads % attention:
+        found.append(
+            f"rollout_num_gpus_per_engine = {cfg.cluster.rollout_num_gpus_per_engine} splits attention {attention} ways,"
+            f" but the model has num_attention_heads = {heads}; pass a --rollout-num-gpus-per-engine that divides it"
+        )
+    return found
+
+
+def read_model_config(folder: str) -> dict[str, Any] | None:
+    """The checkpoint's config.json (the text part of a multimodal one); None where it cannot be read."""
+    try:
+        model = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return model.get("text_config", model)
+
+
+PATH_RULES = (
+    checkpoints_are_there,
+    prompt_files_are_there,
+    grader_file_is_there,
+    resumed_folder_is_there,
+    replayed_rollout_is_there,
+    output_folders_can_be_made,
+    model_fits_the_flags,
+)

@@ -1,0 +1,75 @@
+"""Keys and values of the sequences that are being decoded, one slot a sequence.
+
+Active sequences fill slots 0..B-1 without holes, so a decode step attends over the plain view `cache[:B, :, :L]`
+instead of gathering pages. The block grows when a longer sequence or another slot is needed, and is handed back whole
+when the engine sleeps. Used by `model.py` and `attention.py`, on the engine thread only.
+
+Shapes: S slots, H key-value heads, M positions per slot, D head size.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+LENGTH_STEP = 64
+"""Positions are allocated in multiples of this."""
+GROWTH = 1.5
+"""A block that is too small grows by at least this factor, so that copies stay rare."""
+
+
+class SlotCache:
+    """One key and one value block [S, H, M, D] a layer, made when the layer first runs."""
+
+    def __init__(self, *, max_slots: int, max_length: int) -> None:
+        self._max_slots = max_slots
+        self._max_length = max_length
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self.num_slots = 0
+        self.length = 0
+        """Positions M that every slot has."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(block.numel() * block.element_size() for block in self._blocks())
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        """Make room for `num_slots` sequences of `length` tokens; what is cached stays."""
+        assert num_slots <= self._max_slots and length <= self._max_length, (num_slots, length)
+        if num_slots <= self.num_slots and length <= self.length:
+            return
+        if num_slots > self.num_slots:
+            num_slots = min(self._max_slots, max(num_slots, int(self.num_slots * GROWTH)))
+        if length > self.length:
+            length = max(length, int(self.length * GROWTH))
+            length = min(self._max_length, -(-length // LENGTH_STEP) * LENGTH_STEP)
+        self.num_slots, self.length = max(num_slots, self.num_slots), max(length, self.length)
+        for blocks in (self._keys, self._values):
+            for layer, old in blocks.items():
+                # Zeros, not uninitialised memory: a masked position has weight 0, and 0 * NaN would be NaN.
+                new = old.new_zeros(self.num_slots, old.shape[1], self.length, old.shape[3])
+                new[: old.shape[0], :, : old.shape[2]] = old
+                blocks[layer] = new
+
+    def layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Key and value block of a layer; `key` and `value` [*, H, *, D] give heads, size and dtype when it is new."""
+        if layer not in self._keys:
+            for blocks, like in ((self._keys, key), (self._values, value)):
+                blocks[layer] = like.new_zeros(self.num_slots, like.shape[1], self.length, like.shape[3])
+        return self._keys[layer], self._values[layer]
+
+    def copy_slot(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of a slot."""
+        for block in self._blocks():
+            block[target, :, :length] = block[source, :, :length]
+
+    def free(self) -> None:
+        """Give all memory back."""
+        self._keys.clear()
+        self._values.clear()
+        self.num_slots = self.length = 0
+
+    def _blocks(self) -> Iterator[Tensor]:
+        yield from self._keys.values()
+        yield from self._values.values()
