@@ -22,7 +22,9 @@ def estimate_advantages(
     estimator: Literal["grpo", "rloo"],
     divide_by_std: bool,
 ) -> list[float]:
-    """One advantage a sample, by the estimator that `--advantage-estimator` names. `divide_by_std` concerns GRPO only."""
+    """One advantage a sample, by the estimator that `--advantage-estimator` names. `divide_by_std` concerns GRPO
+    only.
+    """
     match estimator:
         case "grpo":
             return group_advantages(rewards, group_ids, divide_by_std=divide_by_std)

@@ -1,7 +1,7 @@
 """From graded samples to what each training rank receives: one `Update` per optimizer step. Called by `rollout/`.
 
-The loss denominators are fixed here, once per optimizer step over all ranks, and travel as `loss_weight_T`; so no later sum
-depends on packing, micro-batching or the number of ranks.
+The loss denominators are fixed here, once per optimizer step over all ranks, and travel as `loss_weight_T`; so no later
+sum depends on packing, micro-batching or the number of ranks.
 """
 
 import math
@@ -31,10 +31,10 @@ def build_updates(
 ) -> list[list[Update]]:
     """[rank][optimizer step] of one rollout.
 
-    Each block of `batch_size` consecutive samples makes one optimizer step (the last block holds what is left). Inside a block,
-    samples that cannot be trained on take no compute: not trainable, no finite reward (with `require_reward`; SFT has
-    none), or a loss mask of zeros. A block without any trainable sample becomes an update without micro-batches.
-    Raises DataError when a sample's lists do not fit together.
+    Each block of `batch_size` consecutive samples makes one optimizer step (the last block holds what is left). Inside
+    a block, samples that cannot be trained on take no compute: not trainable, no finite reward (with `require_reward`;
+    SFT has none), or a loss mask of zeros. A block without any trainable sample becomes an update without
+    micro-batches. Raises DataError when a sample's lists do not fit together.
     """
     assert len(samples) == len(advantages) and batch_size > 0
     ranks: list[list[Update]] = [[] for _ in range(dp)]
@@ -72,10 +72,12 @@ def is_trained_on(sample: Sample, *, require_reward: bool = True) -> bool:
 def loss_weights(
     num_loss_tokens: Sequence[int], *, per_token_loss: bool, constant_length: int | None = None
 ) -> list[float]:
-    """Weight of one trained token of each sample, given the trained tokens of every sample of an optimizer step (all positive).
+    """Weight of one trained token of each sample, given the trained tokens of every sample of an optimizer step (all
+    positive).
 
-    `per_token_loss`: the mean over all tokens of the step. Otherwise the mean over samples of each one's token mean; or, with
-    `constant_length`, of its token sum over that constant, so that long answers are not favoured (Dr.GRPO, arXiv:2503.20783).
+    `per_token_loss`: the mean over all tokens of the step. Otherwise the mean over samples of each one's token mean;
+    or, with `constant_length`, of its token sum over that constant, so that long answers are not favoured (Dr.GRPO,
+    arXiv:2503.20783).
     """
     assert all(tokens > 0 for tokens in num_loss_tokens)
     if per_token_loss:
@@ -128,7 +130,8 @@ def _check(sample: Sample, position: int, *, with_rollout_logprobs: bool) -> Non
     where = f"sample {position} of the rollout (group {sample.group_id}, index {sample.index})"
     if not 0 < sample.prompt_length < sample.total_length:
         raise DataError(
-            f"{where} has a prompt of {sample.prompt_length} and {sample.total_length} tokens in all; both parts need at least one"
+            f"{where} has a prompt of {sample.prompt_length} and {sample.total_length} tokens in all; "
+            "prompt and response need at least one each"
         )
     if len(sample.loss_mask) != sample.response_length:
         raise DataError(
@@ -136,6 +139,6 @@ def _check(sample: Sample, position: int, *, with_rollout_logprobs: bool) -> Non
         )
     if with_rollout_logprobs and len(sample.rollout_logprobs) != sample.response_length:
         raise DataError(
-            f"{where} has {len(sample.rollout_logprobs)} engine log-probs for {sample.response_length} response tokens; "
-            "the engine must return one a token"
+            f"{where} has {len(sample.rollout_logprobs)} log-probs for {sample.response_length} response tokens, "
+            "it needs one a token"
         )

@@ -20,8 +20,9 @@ LOW_VAR_KL_BOUND = 10.0
 def token_kl(logp: Tensor, ref_logp: Tensor, *, kl_type: KlType) -> Tensor:
     """KL estimate of each token, same shape as `logp`, differentiable with respect to it.
 
-    Inputs are finite: mask before the call. In k3 and low_var_kl the difference is bounded to [-20, 20] before exp, so value and
-    gradient stay finite (the gradient of a bounded token is 0); low_var_kl bounds the result to [-10, 10] as well.
+    Inputs are finite: mask before the call. In k3 and low_var_kl the difference is bounded to [-20, 20] before exp, so
+    value and gradient stay finite (the gradient of a bounded token is 0); low_var_kl bounds the result to [-10, 10] as
+    well.
     """
     difference = ref_logp - logp
     match kl_type:

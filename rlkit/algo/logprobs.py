@@ -2,9 +2,9 @@
 
 Shapes: N scored tokens, D hidden size, V vocabulary, T packed tokens, C rows of a chunk.
 
-A log-prob is log_softmax(logits / temperature) over the whole vocabulary in float32. The [N, V] logits never exist at once: a
-chunk's logits are made, reduced to N-sized results and dropped, and made again in the backward pass. At 49 k tokens of
-vocabulary, 16 k tokens of logits would be 3.2 GB, three times over.
+A log-prob is log_softmax(logits / temperature) over the whole vocabulary in float32. The [N, V] logits never exist at
+once: a chunk's logits are made, reduced to N-sized results and dropped, and made again in the backward pass. At 49 k
+tokens of vocabulary, 16 k tokens of logits would be 3.2 GB, three times over.
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from torch import Tensor
 def scored_positions(loss_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Positions [N] of the tokens to score, in order; each is predicted from the hidden state one position before it.
 
-    A sequence's first token has no predecessor inside its sequence: a mask that holds one is a bug of the caller (assertion).
-    Call it with CPU tensors: it waits for the result.
+    A sequence's first token has no predecessor inside its sequence: a mask that holds one is a bug of the caller
+    (assertion). Call it with CPU tensors: it waits for the result.
     """
     assert not loss_mask_T[cu_seqlens[:-1].long()].any(), "the first token of a sequence cannot be scored"
     return loss_mask_T.nonzero().squeeze(1)
@@ -33,10 +33,12 @@ def chunked_log_probs(
     chunk_size: int,
     bias_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob of each target, entropy of each distribution), both float32 [N], differentiable with respect to all inputs.
+    """(log-prob of each target, entropy of each distribution), both float32 [N], differentiable with respect to all
+    inputs.
 
-    Logits must be finite. They are computed in the dtype of `hidden_ND` and `weight_VD`, as inference engines do; everything after in float32. N = 0 gives
-    empty results that still carry gradients (zeros), which keeps sharded parameters in step.
+    Logits must be finite. They are computed in the dtype of `hidden_ND` and `weight_VD`, as inference engines do;
+    everything after in float32. N = 0 gives empty results that still carry gradients (zeros), which keeps sharded
+    parameters in step.
     """
     assert temperature > 0.0 and chunk_size > 0
     logp_N, entropy_N = _ChunkedLogProbs.apply(hidden_ND, weight_VD, bias_V, targets_N, temperature, chunk_size)
@@ -52,7 +54,9 @@ def log_softmax_of_rows(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | N
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """Saves only its inputs. With p = softmax(z / T): d logp_t / dz = (onehot_t - p) / T and dH / dz_j = -p_j (log p_j + H) / T."""
+    """Saves only its inputs. With p = softmax(z / T): d logp_t / dz = (onehot_t - p) / T and dH / dz_j = -p_j (log
+    p_j + H) / T.
+    """
 
     @staticmethod
     def forward(

@@ -1,11 +1,12 @@
 """Token losses of a packed micro-batch. Called by the backends; knows neither configuration nor ranks.
 
-Shapes: T packed tokens. Every function returns `(loss, sums)`: `loss` is the scalar to differentiate, `sums` are detached
-float32 scalars. The names in `WEIGHTED` are sums of `value * weight_T` and add up, over all micro-batches of all ranks, to the
-step's value; the others are plain sums over trained tokens, to be divided by the step's number of trained tokens.
+Shapes: T packed tokens. Every function returns `(loss, sums)`: `loss` is the scalar to differentiate, `sums` are
+detached float32 scalars. The names in `WEIGHTED` are sums of `value * weight_T` and add up, over all micro-batches of
+all ranks, to the step's value; the others are plain sums over trained tokens, to be divided by the step's number of
+trained tokens.
 
-Invariant: `weight_T` holds the global denominator (`types/batches.py`), so nothing is divided by a local count here. Masked
-positions may hold anything, NaN included: they are replaced before any arithmetic, because NaN * 0 is NaN.
+Invariant: `weight_T` holds the global denominator (`types/batches.py`), so nothing is divided by a local count here.
+Masked positions may hold anything, NaN included: they are replaced before any arithmetic, because NaN * 0 is NaN.
 """
 
 import torch
@@ -37,9 +38,9 @@ def policy_loss(
 ) -> LossAndSums:
     """Clipped policy gradient, minus entropy bonus, plus KL to a reference.
 
-    Per token, with ratio = exp(logp - old): max(-ratio * A, -clip(ratio, 1 - eps_clip, 1 + eps_clip_high) * A) (PPO, Schulman et
-    al. 2017, arXiv:1707.06347; a higher upper bound is DAPO's clip-higher, arXiv:2503.14476), for A < 0 at most `eps_clip_c` *
-    |A| (dual clip, Ye et al. 2020, arXiv:1912.09729). `eps_clip_c` must exceed 1, else ConfigError.
+    Per token, with ratio = exp(logp - old): max(-ratio * A, -clip(ratio, 1 - eps_clip, 1 + eps_clip_high) * A) (PPO,
+    Schulman et al. 2017, arXiv:1707.06347; a higher upper bound is DAPO's clip-higher, arXiv:2503.14476), for A < 0 at
+    most `eps_clip_c` * |A| (dual clip, Ye et al. 2020, arXiv:1912.09729). `eps_clip_c` must exceed 1, else ConfigError.
     Sums: loss, pg_loss, kl_loss (with `ref_logp_T`), ppo_kl (old - new), clip_fraction, entropy (with `entropy_T`).
     """
     zero = logp_T.new_zeros(())
@@ -110,6 +111,8 @@ def sft_loss(logp_T: Tensor, *, mask_T: Tensor, weight_T: Tensor, entropy_T: Ten
 
 
 def log_prob_gap(trainer_logp_T: Tensor, rollout_logp_T: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum, maximum) over trained tokens of |trainer - engine| log-prob: what the two disagree on under the same weights."""
+    """(sum, maximum) over trained tokens of |trainer - engine| log-prob: what the two disagree on under the same
+    weights.
+    """
     gap_T = torch.where(mask_T, (trainer_logp_T.detach() - rollout_logp_T).abs(), 0.0)
     return gap_T.sum(), gap_T.max() if gap_T.numel() else gap_T.new_zeros(())

@@ -15,14 +15,17 @@ from rlkit.types.batches import StepPlan
 from rlkit.types.errors import ConfigError
 
 _Pile = tuple[int, Any]
-"""(sum of weights, tree of item numbers): a tree is None, an item, or a pair of trees, so that joining two costs nothing."""
+"""(sum of weights, tree of item numbers): a tree is None, an item, or a pair of trees, so that joining two costs
+nothing.
+"""
 
 
 def karmarkar_karp(weights: Sequence[int], num_parts: int) -> list[list[int]]:
     """Deal items into `num_parts` parts of nearly equal weight. Returns item positions, ascending inside each part.
 
-    The two partial solutions of the largest spread are merged, heavy parts onto light ones, until one is left. Each item
-    appears once; parts may be empty; the result depends on the input alone. O(n * num_parts) at worst, fast in practice.
+    The two partial solutions of the largest spread are merged, heavy parts onto light ones, until one is left. Each
+    item appears once; parts may be empty; the result depends on the input alone. O(n * num_parts) at worst, fast in
+    practice.
     """
     assert num_parts > 0
     if not weights or num_parts == 1:
@@ -69,12 +72,14 @@ def _items(tree: Any) -> list[int]:
 def plan_step(lengths: Sequence[int], *, dp: int, max_tokens: int, cp: int = 1) -> StepPlan:
     """Group the samples of one optimizer step into micro-batches and deal these to `dp` ranks.
 
-    `max_tokens` is per GPU; the `cp` ranks of a context-parallel group share a sample, so a micro-batch holds `max_tokens * cp`.
+    `max_tokens` is per GPU; the `cp` ranks of a context-parallel group share a sample, so a micro-batch holds
+    `max_tokens * cp`.
 
-    Invariants: (a) each sample appears exactly once; (b) all ranks run equally many micro-batches, and micro-batch j of all ranks
-    costs nearly the same; (c) a micro-batch holds at most `max_tokens * cp` tokens, except a longer sample, which runs alone;
-    (d) the number of micro-batches is the smallest multiple of `dp` that best-fit decreasing or differencing finds; (e) where
-    there are fewer samples than that, some micro-batches are empty; (f) the plan depends on the arguments alone.
+    Invariants: (a) each sample appears exactly once; (b) all ranks run equally many micro-batches, and micro-batch j of
+    all ranks costs nearly the same; (c) a micro-batch holds at most `max_tokens * cp` tokens, except a longer sample,
+    which runs alone; (d) the number of micro-batches is the smallest multiple of `dp` that best-fit decreasing or
+    differencing finds; (e) where there are fewer samples than that, some micro-batches are empty; (f) the plan depends
+    on the arguments alone.
     """
     if max_tokens < 1:
         raise ConfigError(f"--max-tokens-per-gpu {max_tokens} must be at least 1")
@@ -109,7 +114,9 @@ def _pack(weights: list[int], samples: list[int], *, cap: int, num_lone: int, dp
 
 
 def best_fit_decreasing(weights: Sequence[int], cap: int) -> list[list[int]]:
-    """Heaviest first, each into the fullest bin that still takes it. No bin exceeds `cap`, which no weight may; none is empty."""
+    """Heaviest first, each into the fullest bin that still takes it. No bin exceeds `cap`, which no weight may; none
+    is empty.
+    """
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free, bin), ascending
     for item in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):

@@ -26,6 +26,7 @@ class Recipe:
     """What one file says, typed."""
 
     path: str
+    is_readable: bool = True
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     bad_keys: set[str] = field(default_factory=set[str])
     problems: list[str] = field(default_factory=list[str])
@@ -33,17 +34,16 @@ class Recipe:
 
 def read_recipe(path: str) -> Recipe:
     """Read one file; all problems are collected, none is raised."""
-    recipe = Recipe(path=path)
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        recipe.problems.append(f"--config {path}: there is no such file")
-    except (OSError, UnicodeDecodeError) as error:
-        recipe.problems.append(f"--config {path}: cannot be read ({error})")
+        return Recipe(path=path, is_readable=False, problems=[f"--config {path}: there is no such file"])
     except tomllib.TOMLDecodeError as error:
-        recipe.problems.append(f"--config {path}: not a TOML file: {error}")
-    else:
-        _read_table(recipe, table)
+        return Recipe(path=path, is_readable=False, problems=[f"--config {path}: not a TOML file: {error}"])
+    except (OSError, UnicodeDecodeError) as error:
+        return Recipe(path=path, is_readable=False, problems=[f"--config {path}: cannot be read: {error}"])
+    recipe = Recipe(path=path)
+    _read_table(recipe, table)
     return recipe
 
 

@@ -95,7 +95,7 @@ class DataConfig:
     """Column of tool definitions handed to the chat template; may be absent."""
     apply_chat_template: bool = False
     """Render the prompt through the tokenizer's chat template with a generation prompt."""
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     """JSON object of extra arguments for the chat template, e.g. '{"enable_thinking": false}'."""
     rollout_shuffle: bool = False
     """Shuffle the rows anew in every epoch."""
@@ -197,7 +197,7 @@ class EngineConfig:
     """Seconds for one generation request before it is re-issued."""
     embedded_max_running_requests: int = 64
     """Sequences that the embedded engine decodes together; more wait in its queue."""
-    sglang: dict[str, Any] = field(default_factory=dict)
+    sglang: dict[str, Any] = field(default_factory=dict[str, Any])
     """Pass-through: every `--sglang-NAME VALUE` of the pinned SGLang lands here as NAME -> VALUE."""
 
 
@@ -206,7 +206,8 @@ class AlgoConfig:
     """Advantages and loss. Formulas and papers: docs/algorithms.md."""
 
     advantage_estimator: Literal["grpo", "rloo"] = "grpo"
-    """`grpo`: reward minus the mean of its prompt group, over its standard deviation. `rloo`: minus the mean of the group's other samples."""
+    """`grpo`: reward minus the mean of its prompt group, over its standard deviation. `rloo`: minus the mean of the
+    group's other samples."""
     disable_grpo_std_normalization: bool = False
     """Centre only, do not divide by the group's standard deviation (as Dr.GRPO)."""
     loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from importlib.resources import files
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
@@ -132,7 +132,7 @@ class SglangFlag:
             "json_object": (dict,),
             "json_list": (list,),
         }
-        if not isinstance(value, wanted[self.kind]) or (isinstance(value, bool) and self.kind != "json"):
+        if type(value) not in wanted[self.kind]:  # exact: a TOML boolean is no integer
             raise ValueError(f"expected {_EXPECTED[self.kind]}")
         return self._chosen(float(value) if self.kind == "float" else value)
 
@@ -177,7 +177,7 @@ class SglangTable:
 @functools.cache
 def sglang_table() -> SglangTable:
     """The shipped table."""
-    raw = json.loads(files("rlkit.config").joinpath("sglang_flags.json").read_text(encoding="utf-8"))
+    raw = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     flags = {
         name: SglangFlag(
             name=name, kind=entry["kind"], nargs=entry.get("nargs"), choices=tuple(entry.get("choices", ()))

@@ -43,6 +43,5 @@ SLIME_ONLY: Mapping[str, str] = MappingProxyType(
         "eval_config": "name the data sets with --eval-prompt-data NAME PATH ...",
         "wandb_key": "set the environment variable WANDB_API_KEY",
         "wandb_team": "set the environment variable WANDB_ENTITY",
-        "use_fault_tolerance": "engines are always watched; remove it",
     }
 )

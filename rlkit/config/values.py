@@ -1,8 +1,12 @@
 """From what a person wrote to a typed value: words of a command line, or values of a TOML file.
 
 tyro knows how each annotation of the schema is written on a command line; the same specifications feed `--help`
-(`config/help.py`). Every function here raises `ValueError` with what was expected; the caller adds flag, value and file.
+(`config/help.py`). Every function here raises `ValueError` with what was expected; the caller adds flag,
+value and file.
 """
+
+# tyro leaves the parameters of its generic types open.
+# pyright: reportUnknownMemberType=false
 
 import difflib
 import functools
@@ -78,8 +82,11 @@ def _choice(word: str, choices: Sequence[str]) -> str:
 def _typed(hint: Any, value: Any) -> Any:
     origin = get_origin(hint)
     if origin is tuple and isinstance(value, list):
-        (item_hint, _) = get_args(hint)
-        return tuple(_typed(item_hint, item) for item in cast("list[Any]", value))
+        item_hint = get_args(hint)[0]
+        try:
+            return tuple(_typed(item_hint, item) for item in cast("list[Any]", value))
+        except ValueError:
+            raise ValueError(f"expected {expected(hint)}") from None
     if origin is dict and isinstance(value, dict):
         return cast("dict[str, Any]", value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
@@ -91,6 +98,7 @@ def _typed(hint: Any, value: Any) -> Any:
 
 @functools.cache
 def _spec(hint: Any) -> PrimitiveConstructorSpec[Any]:
-    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(hint, set()))
+    info = PrimitiveTypeInfo.make(hint, set())
+    spec = cast("Any", ConstructorRegistry.get_primitive_spec(info))
     assert isinstance(spec, PrimitiveConstructorSpec), f"tyro cannot read {hint} from a command line"
-    return spec
+    return cast("PrimitiveConstructorSpec[Any]", spec)

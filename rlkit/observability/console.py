@@ -29,17 +29,18 @@ class Column:
     """Format specification with a width, so that lines stay aligned."""
     unit: str = ""
     scale: float = 1.0
+    unless: str | None = None
+    """Left out too where this metric is present, which says more."""
 
 
 STEP_COLUMNS = (
     Column(metric="rollout/reward", label="reward", spec="6.3f"),
     Column(metric="rollout/response_length", label="len", spec="7.1f"),
     Column(metric="rollout/truncated_ratio", label="cut", spec="5.1f", unit="%", scale=100.0),
-    Column(metric="train/loss", label="loss", spec="8.4f"),
-    Column(metric="train/kl", label="kl", spec="8.1e"),
+    Column(metric="train/loss", label="loss", spec="7.4f", unless="rollout/reward"),
+    Column(metric="train/kl_loss", label="kl", spec="7.4f"),
     Column(metric="train/entropy", label="entropy", spec="6.3f"),
     Column(metric="train/grad_norm", label="grad", spec="7.3f"),
-    Column(metric="train/train_rollout_logprob_abs_diff", label="mismatch", spec="8.1e"),
     Column(metric="time/generate_s", label="gen", spec="5.1f", unit="s"),
     Column(metric="time/train_s", label="train", spec="5.1f", unit="s"),
     Column(metric="time/sync_s", label="sync", spec="4.1f", unit="s"),
@@ -54,7 +55,7 @@ def format_step(step: int, metrics: Mapping[str, float], *, total_steps: int | N
     parts = [
         f"{column.label} {metrics[column.metric] * column.scale:{column.spec}}{column.unit}"
         for column in STEP_COLUMNS
-        if column.metric in metrics
+        if column.metric in metrics and column.unless not in metrics
     ]
     evals = [f"{name.removeprefix('eval/')} {metrics[name]:6.3f}" for name in metrics if _is_eval_score(name)]
     is_evaluation = evals and not any(name.startswith(("rollout/", "train/")) for name in metrics)

@@ -16,7 +16,8 @@ from rlkit.engines.client import EngineClient
 from rlkit.orchestration.cluster import ENGINE_SHARE, Cluster
 from rlkit.orchestration.layout import EnginePlace, Layout
 from rlkit.orchestration.processes import ServerProcess
-from rlkit.orchestration.train_workers import Gather, claim_output, compute_slots
+from rlkit.orchestration.train_workers import claim_output, compute_slots
+from rlkit.orchestration.waiting import Waiter
 from rlkit.sync.group import free_port
 from rlkit.types.errors import EngineError
 from rlkit.types.ranks import EngineEndpoint
@@ -89,11 +90,11 @@ RemoteEngineServer: Any = ray.remote(EngineServer)
 class EnginePool:
     """All engines of a run."""
 
-    def __init__(self, cfg: RunConfig, cluster: Cluster, layout: Layout, *, run_dir: Path, gather: Gather) -> None:
+    def __init__(self, cfg: RunConfig, cluster: Cluster, layout: Layout, *, run_dir: Path, waiter: Waiter) -> None:
         self._cfg = cfg
         self._cluster = cluster
         self._layout = layout
-        self._gather = gather
+        self._waiter = waiter
         self._num_threads = cluster.threads_per_slot(compute_slots(cfg, layout))
         self._servers: list[Any] = [
             RemoteEngineServer.options(
@@ -118,7 +119,7 @@ class EnginePool:
         ]
 
     def endpoints(self, started: Sequence[ObjectRef]) -> list[EngineEndpoint]:
-        urls = self._gather(started)
+        urls = self._waiter.gather(started, who="the actor of engine")
         return [self._endpoint(engine, url) for engine, url in zip(self._layout.engines, urls, strict=True)]
 
     def _endpoint(self, engine: EnginePlace, url: str) -> EngineEndpoint:

@@ -76,6 +76,7 @@ class RolloutWorker:
         await self.manager.close()
 
 
+WHO = "rollout manager"
 RemoteRolloutWorker: Any = ray.remote(num_cpus=0)(RolloutWorker)
 
 
@@ -93,7 +94,7 @@ class Rollouts:
     def start(
         self, *, dp: int, router_url: str | None, engine_urls: Sequence[str], state: dict[str, Any] | None
     ) -> None:
-        self._waiter.gather([self._worker.start.remote(dp, router_url, engine_urls, state)])
+        self._waiter.gather([self._worker.start.remote(dp, router_url, engine_urls, state)], who=WHO)
 
     def generate(self, step: int) -> tuple[list[ObjectRef], MetricSet]:
         return self._with_progress(self._worker.generate.remote(step), "generate")
@@ -103,14 +104,15 @@ class Rollouts:
 
     def _with_progress(self, task: ObjectRef, label: str) -> Any:
         with self._console.progress(label) as bar:
-            return self._waiter.gather([task], on_poll=lambda: bar.update(*ray.get(self._worker.progress.remote())))[0]
+            show = lambda: bar.update(*ray.get(self._worker.progress.remote()))
+            return self._waiter.gather([task], who=WHO, on_poll=show)[0]
 
     def record_trained(self, step: int) -> None:
         """Tell the ledger that the optimizer steps of this rollout are done."""
-        self._waiter.gather([self._worker.record_trained.remote(step)])
+        self._waiter.gather([self._worker.record_trained.remote(step)], who=WHO)
 
     def state(self) -> dict[str, Any]:
-        return self._waiter.gather([self._worker.state.remote()])[0]
+        return self._waiter.gather([self._worker.state.remote()], who=WHO)[0]
 
     def close(self) -> None:
         """Grader processes end with the actor in any case; a clean close only lets it say goodbye first."""

@@ -72,7 +72,7 @@ class Startup:
             loading = actor.start_init(resume_from) if actor is not None else []
             endpoints, updater = self._engines_ready(engines, starting, actor)
         router_url = self._make_router(cluster, endpoints) if endpoints else None
-        reports: list[InitReport] = self._waiter.gather(loading)
+        reports: list[InitReport] = self._waiter.gather(loading, who="training rank")
         if actor is not None and updater is not None:
             actor.connect(endpoints)
         rollouts.start(
@@ -92,14 +92,14 @@ class Startup:
     def _make_engines(self, cluster: Cluster) -> EnginePool | None:
         if not self._layout.engines:
             return None
-        pool = EnginePool(self._cfg, cluster, self._layout, run_dir=self._run_dir, gather=self._waiter.gather)
+        pool = EnginePool(self._cfg, cluster, self._layout, run_dir=self._run_dir, waiter=self._waiter)
         self._on_exit(pool.close)
         return pool
 
     def _make_actor(self, cluster: Cluster) -> TrainGroup | None:
         if not self._layout.rank_slots:
             return None
-        actor = TrainGroup(self._cfg, cluster, self._layout, run_dir=self._run_dir, gather=self._waiter.gather)
+        actor = TrainGroup(self._cfg, cluster, self._layout, run_dir=self._run_dir, waiter=self._waiter)
         self._on_exit(actor.close)
         return actor
 

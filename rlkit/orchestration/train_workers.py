@@ -3,7 +3,7 @@ all of them."""
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,12 @@ from rlkit.config.schema import RunConfig
 from rlkit.observability.logs import set_up_logging
 from rlkit.orchestration.cluster import TRAINER_SHARE, Cluster
 from rlkit.orchestration.layout import Layout
+from rlkit.orchestration.waiting import Waiter
 from rlkit.sync.base import PushReport, WeightChannel
 from rlkit.sync.factory import create_channel
 from rlkit.sync.group import free_port
 from rlkit.types.batches import Update
 from rlkit.types.ranks import EngineEndpoint, InitReport, MetricSet, RankInfo
-
-Gather = Callable[[Sequence[ObjectRef]], list[Any]]
-"""Waits for tasks and fails fast (`waiting.gather` with the run's watched processes)."""
 
 
 def claim_output(run_dir: Path, process: str) -> None:
@@ -83,8 +81,8 @@ RemoteTrainWorker: Any = ray.remote(TrainWorker)
 class TrainGroup:
     """All training ranks; every method returns when all ranks are done, or raises the first error of any."""
 
-    def __init__(self, cfg: RunConfig, cluster: Cluster, layout: Layout, *, run_dir: Path, gather: Gather) -> None:
-        self._gather = gather
+    def __init__(self, cfg: RunConfig, cluster: Cluster, layout: Layout, *, run_dir: Path, waiter: Waiter) -> None:
+        self._waiter = waiter
         self._cluster = cluster
         self._layout = layout
         self.world_size = len(layout.rank_slots)
@@ -96,14 +94,14 @@ class TrainGroup:
             for rank, slot in enumerate(layout.rank_slots)
         ]
 
-    def init(self, resume_from: Path | None) -> InitReport:
-        return self._gather(self.start_init(resume_from))[0]
+    def _gather_ranks(self, refs: Sequence[ObjectRef]) -> list[Any]:
+        return self._waiter.gather(refs, who="training rank")
 
     def start_init(self, resume_from: Path | None) -> list[ObjectRef]:
         """Begin loading on every rank, so that engines can start meanwhile."""
         slots = [self._cluster.slots[slot] for slot in self._layout.rank_slots]
         address = slots[0].node_ip
-        port = self._gather([self._workers[0].rendezvous_port.remote(address)])[0]
+        port = self._gather_ranks([self._workers[0].rendezvous_port.remote(address)])[0]
         return [
             worker.init.remote(
                 RankInfo(
@@ -121,24 +119,24 @@ class TrainGroup:
         ]
 
     def connect(self, endpoints: Sequence[EngineEndpoint]) -> None:
-        self._gather([worker.connect.remote(endpoints) for worker in self._workers])
+        self._gather_ranks([worker.connect.remote(endpoints) for worker in self._workers])
 
     def train(self, step: int, shards: Sequence[ObjectRef]) -> MetricSet:
         """`shards[rank]` refers to that rank's list of updates; only the rank itself fetches it."""
         pairs = zip(self._workers, shards, strict=True)
-        return self._gather([worker.train.remote(step, shard) for worker, shard in pairs])[0]
+        return self._gather_ranks([worker.train.remote(step, shard) for worker, shard in pairs])[0]
 
     def push_weights(self, version: int) -> PushReport:
-        return self._gather([worker.push_weights.remote(version) for worker in self._workers])[0]
+        return self._gather_ranks([worker.push_weights.remote(version) for worker in self._workers])[0]
 
     def save(self, step: int, directory: Path, hf_directory: Path | None) -> None:
-        self._gather([worker.save.remote(step, directory, hf_directory) for worker in self._workers])
+        self._gather_ranks([worker.save.remote(step, directory, hf_directory) for worker in self._workers])
 
     def sleep(self) -> None:
-        self._gather([worker.sleep.remote() for worker in self._workers])
+        self._gather_ranks([worker.sleep.remote() for worker in self._workers])
 
     def wake_up(self) -> None:
-        self._gather([worker.wake_up.remote() for worker in self._workers])
+        self._gather_ranks([worker.wake_up.remote() for worker in self._workers])
 
     def close(self) -> None:
         """Kill the ranks: after a failure some may hang in a collective, so nobody is asked."""

@@ -1,14 +1,18 @@
 """Waiting for Ray tasks without hanging on a dead partner: the first error wins, and a server process that ends is an
 error too."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 from ray import ObjectRef
+from ray.exceptions import RayActorError, RayTaskError
 
 from rlkit.orchestration.processes import ServerProcess
-from rlkit.types.errors import EngineError
+from rlkit.types.errors import EngineError, WorkerDied
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 
@@ -41,7 +45,7 @@ class Waiter:
             for ref in ready:
                 if ref in self._watched:
                     raise EngineError(f"{self._watched[ref]} ended while the run needed it: {ray.get(ref)}")
-                ray.get(ref)  # raises what the task raised
+                result_of(ref, f"{who} {refs.index(ref)}")
                 pending.remove(ref)
             for name, process in self._local.items():
                 if process.exit_status() is not None:
@@ -52,3 +56,14 @@ class Waiter:
             if on_poll is not None:
                 on_poll()
         return [ray.get(ref) for ref in refs]
+
+
+def result_of(ref: ObjectRef, who: str) -> Any:
+    """The task's result. What it raised is raised here as it was; its remote traceback goes to the log."""
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        logger.info(f"{who} failed:\n{error}")
+        raise error.cause from error
+    except RayActorError as error:
+        raise WorkerDied(f"{who} died: {error}") from error

@@ -1,7 +1,9 @@
-"""Whether two written answers are the same answer. Called by the graders and, with symbolic algebra added, by the algebra process.
+"""Whether two written answers are the same answer. Called by the graders and, with symbolic algebra added, by the
+algebra process.
 
-Structure comes first: assignments, lists, tuples, sets, intervals and unions are taken apart, so that order and multiplicity are judged here and
-algebra only ever sees single expressions. Verdicts are three-valued: None means "only algebra can tell".
+Structure comes first: assignments, lists, tuples, sets, intervals and unions are taken apart, so that order and
+multiplicity are judged here and algebra only ever sees single expressions. Verdicts are three-valued: None means "only
+algebra can tell".
 """
 
 import re
@@ -25,13 +27,15 @@ _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|lt|gt|ne|approx|equiv|sim|cong)(?![A-Za-z])")
 _MEMBER = re.compile(r"^[A-Za-z]\s*\\in(?![A-Za-z])\s*")
 _ASSIGNED = re.compile(
-    r"(?:\\[A-Za-z]+\s*|[A-Za-z])(?:_\{?\w+\}?)?'*(?:\s*\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\))?|\\text\{[^{}]*\}(?:_\{?\w+\}?)?|[A-Za-z][A-Za-z ]{3,40}"
+    r"(?:\\[A-Za-z]+\s*|[A-Za-z])(?:_\{?\w+\}?)?'*(?:\s*\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\))?"  # x, f'(x)
+    r"|\\text\{[^{}]*\}(?:_\{?\w+\}?)?|[A-Za-z][A-Za-z ]{3,40}"  # words
 )
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
-_SPACED_DIGITS = re.compile(r"\d \d")
+_SPACED_DIGITS = re.compile(r"(?<![_^\d])\d+ \d")
 _TEXT = re.compile(r"\\text\{")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
-_FUNCTIONS = frozenset("sinh cosh tanh sqrt asin acos atan arcsin arccos arctan".split())
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\{\w+\*?\}")
+_FUNCTIONS = frozenset(("sinh", "cosh", "tanh", "sqrt", "asin", "acos", "atan", "arcsin", "arccos", "arctan"))
 
 
 def never(answer: str, label: str) -> Verdict:
@@ -40,8 +44,8 @@ def never(answer: str, label: str) -> Verdict:
 
 
 def answers_equal(answer: str, label: str, algebra: Algebra = never) -> Verdict:
-    """Whether `answer` and `label` are two writings of one answer; None when `algebra` was needed and could not tell."""
-    if max(len(answer), len(label)) > 20 * MAX_ALGEBRA_CHARS:
+    """Whether `answer` and `label` are two writings of one answer; None when `algebra` was needed and cannot tell."""
+    if max(len(answer), len(label)) > 4 * MAX_ALGEBRA_CHARS:  # typography alone would cost milliseconds
         return answer.strip() == label.strip()
     left, right = normalize(answer), normalize(label)
     if not left or not right:
@@ -61,6 +65,10 @@ def _equal(left: str, right: str, algebra: Algebra) -> Verdict:
     if compact(left) == compact(right):
         return True
     left_number, right_number = _number(left), _number(right)
+    if left_number is None and right_number is not None and right_number.unit:
+        left_number = parse_quantity(left, attached_letters=True)
+    elif right_number is None and left_number is not None and left_number.unit:
+        right_number = parse_quantity(right, attached_letters=True)
     if left_number is not None and right_number is not None:
         return quantities_equal(left_number, right_number)
     verdict = _compare_collections(left, right, algebra)
@@ -147,7 +155,9 @@ class _Collection:
 
 
 def _items(text: str, *, in_brackets: bool) -> list[str]:
-    """Elements between top-level commas. Where commas with and without a space are mixed, the tight ones separate thousands."""
+    """Elements between top-level commas. Where commas with and without a space are mixed, the tight ones separate
+    thousands.
+    """
     tight = split_top(text, _COMMA)
     spaced = split_top(text, _SPACED_COMMA)
     if 1 < len(spaced) < len(tight) and all(parse_quantity(part.strip()) is not None for part in spaced):
@@ -206,15 +216,22 @@ def _compare_assignments(left: str, right: str, algebra: Algebra) -> _Decided | 
 
 def _split_assignment(text: str) -> tuple[str | None, str]:
     parts = split_top(text, _EQUALS)
-    name = parts[0].strip()
-    if len(parts) < 2 or not parts[-1].strip() or not _ASSIGNED.fullmatch(name):
+    first, last = parts[0].strip(), parts[-1].strip()
+    if len(parts) < 2 or not first or not last:
         return None, text
-    return name, parts[-1].strip()
+    if _ASSIGNED.fullmatch(first):
+        return first, last
+    if len(parts) == 2 and _ASSIGNED.fullmatch(last) and parse_quantity(first) is not None:
+        return last, first
+    return None, text
 
 
 def _is_text(text: str) -> bool:
     """Words rather than algebra: multiplying their letters would make every anagram equal."""
-    return bool(_TEXT.search(text)) or any(word.lower() not in _FUNCTIONS for word in _WORD.findall(text))
+    if _TEXT.search(text):
+        return True
+    words = _WORD.findall(_ENVIRONMENT.sub("", text))
+    return any(word.lower() not in _FUNCTIONS for word in words)
 
 
 def _compare_texts(left: str, right: str, algebra: Algebra) -> Verdict:
@@ -242,7 +259,11 @@ def _compare_expressions(left: str, right: str, algebra: Algebra) -> Verdict:
         return algebra(left, right)
     if re.sub(r"^\((\w)\)$", r"\1", left) == re.sub(r"^\((\w)\)$", r"\1", right):
         return True
-    if not any(char.isdigit() for char in left + right) and min(len(left), len(right)) == 1 and max(len(left), len(right)) <= 3:
+    if (
+        not any(char.isdigit() for char in left + right)
+        and min(len(left), len(right)) == 1
+        and max(len(left), len(right)) <= 3
+    ):
         return left.strip("()").casefold() == right.strip("()").casefold()
     if _SPACED_DIGITS.search(left_core + "|" + right_core):
         return False  # two numbers side by side; algebra would add or multiply them

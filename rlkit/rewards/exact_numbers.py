@@ -1,6 +1,8 @@
-"""Exact value of a number as people write it: `1,250`, `073`, `2\\frac{1}{2}`, `1.5\\times 10^{3}`, `0.1\\overline{6}`. Called by `equivalence.py`.
+"""Exact value of a number as people write it: `1,250`, `073`, `2\\frac{1}{2}`, `1.5\\times 10^{3}`, `0.1\\overline{6}`.
+Called by `equivalence.py`.
 
-Rational arithmetic only, with bounds on size and nesting, so every call returns in well under a millisecond and never rounds.
+Rational arithmetic only, with bounds on size and nesting, so every call returns in well under a millisecond and never
+rounds.
 """
 
 import re

@@ -38,7 +38,8 @@ def has_box(text: str) -> bool:
 def last_box(text: str) -> str | None:
     """Content of the last `\\boxed{...}` or `\\fbox{...}`, braces balanced and escaped braces not counted.
 
-    None when there is no box, or when the last one never closes: the response was cut off before its answer, and an earlier box is not it.
+    None when there is no box, or when the last one never closes: the response was cut off before its answer, and an
+    earlier box is not it.
     """
     start = max(text.rfind(command) for command in _BOX_COMMANDS)
     if start < 0:
@@ -74,31 +75,31 @@ def _matching_brace(text: str, opening: int) -> int | None:
 
 
 def answer_line(text: str) -> str | None:
-    """What follows the last `Answer:` up to the end of its line (or the next non-empty line), in any case and with Markdown stars.
+    """What follows the last `Answer:` up to the end of its line (or the next non-empty line), in any case and with
+    Markdown stars.
 
     None when the marker is missing; an empty string when nothing follows it.
     """
-    last = None
-    for last in _ANSWER_MARKER.finditer(text):
-        pass
-    if last is None:
-        return None
-    return _first_line(text[last.end() : last.end() + MAX_ANSWER_CHARS])
+    end = _end_of_last(_ANSWER_MARKER, text)
+    return None if end is None else _first_line(text[end : end + MAX_ANSWER_CHARS])
 
 
 def label_answer(label: str) -> str:
-    """The answer inside a label: its last box, what follows GSM8K's `####`, what follows "answer is", or else all of it."""
+    """The answer inside a label: its last box, what follows GSM8K's `####`, what follows "answer is", or else all of
+    it.
+    """
     boxed = last_box(label)
     if boxed is not None:
         return boxed
     if _HASH_MARKER in label:
         return _first_line(label.rpartition(_HASH_MARKER)[2])
-    last = None
-    for last in _STATED.finditer(label):
-        pass
-    if last is not None:
-        return _first_line(label[last.end() :])
-    return label.strip()
+    end = _end_of_last(_STATED, label)
+    return label.strip() if end is None else _first_line(label[end:])
+
+
+def _end_of_last(pattern: re.Pattern[str], text: str) -> int | None:
+    ends = [match.end() for match in pattern.finditer(text)]
+    return ends[-1] if ends else None
 
 
 def _first_line(text: str) -> str:

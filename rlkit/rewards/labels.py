@@ -1,6 +1,7 @@
 """Labels and responses of any JSON type as text. Called by the graders.
 
-Only None, the empty string and NaN mean "no label"; 0 and False are values. A number is graded as its decimal text, a list holds alternatives.
+Only None, the empty string and NaN mean "no label"; 0 and False are values. A number is graded as its decimal text, a
+list holds alternatives.
 """
 
 import math
@@ -20,7 +21,9 @@ def response_text(response: object) -> str:
 
 
 def label_texts(label: object) -> tuple[str, ...]:
-    """Accepted answers as text; empty when the label is missing. A list holds alternatives, lists inside it are not looked into."""
+    """Accepted answers as text; empty when the label is missing. A list holds alternatives, lists inside it are not
+    looked into.
+    """
     if isinstance(label, list | tuple | set | frozenset):
         return tuple(text for item in label for text in _scalar_texts(item))
     return _scalar_texts(label)

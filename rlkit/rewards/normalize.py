@@ -1,6 +1,8 @@
-"""One spelling for one answer: Unicode and LaTeX typography are mapped to a small canonical LaTeX. Called by `equivalence.py`.
+"""One spelling for one answer: Unicode and LaTeX typography are mapped to a small canonical LaTeX. Called by
+`equivalence.py`.
 
-Only typography changes here. Nothing that carries a value is dropped: units, percent signs, order and brackets are judged by `equivalence.py`.
+Only typography changes here. Nothing that carries a value is dropped: units, percent signs, order and brackets are
+judged by `equivalence.py`.
 """
 
 import re
@@ -112,7 +114,9 @@ def normalize(text: str) -> str:
 
 
 def trim(text: str) -> str:
-    """Without Markdown, quotes and sentence punctuation around it, and without a pair of braces or `\\text` around all of it."""
+    """Without Markdown, quotes and sentence punctuation around it, and without a pair of braces or `\\text` around all
+    of it.
+    """
     while True:
         before = text
         text = _unquote(text.strip())

@@ -1,7 +1,8 @@
 """A number with what stands around it: currency, percent sign, degree, unit. Called by `equivalence.py`.
 
-Rules: a unit that only one side writes does not matter; two different known units are two different answers; `35%`, `35` and `0.35` are the same
-answer (data sets disagree on which they store); a decimal equals an exact value when it is its rounding to at least six digits.
+Rules: a unit that only one side writes does not matter; two different known units are two different answers; `35%`,
+`35` and `0.35` are the same answer (data sets disagree on which they store); a decimal equals an exact value when it is
+its rounding to at least six digits.
 """
 
 import re
@@ -12,19 +13,30 @@ from rlkit.rewards.exact_numbers import decimal_places, exact_value
 
 _MIN_ROUNDED_DIGITS = 6
 _BINARY_DIGITS = 15  # a decimal this long came out of a float
-_CURRENCIES = {"\u00a4": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee", "₽": "ruble", "₩": "won"}
+_CURRENCIES = {
+    "\u00a4": "dollar",
+    "€": "euro",
+    "£": "pound sterling",
+    "¥": "yen",
+    "₹": "rupee",
+    "₽": "ruble",
+    "₩": "won",
+}
 _PREFIX = re.compile(r"([-+]?)\s*(?:US|USD)?\s*([\u00a4€£¥₹₽₩])\s*")
-_PERCENT = re.compile(r"(?:%|\s*\\text\{\s*(?:percent|per cent|pct)\.?\s*\}|\s*\b(?:percent|per cent|pct)\b\.?)$", re.IGNORECASE)
+_PERCENT = re.compile(
+    r"(?:%|\s*\\text\{\s*(?:percent|per cent|pct)\.?\s*\}|\s*\b(?:percent|per cent|pct)\b\.?)$", re.IGNORECASE
+)
 _DEGREE = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?\s*(?:\\text\{\s*)?([CFK]?)\s*\}?$")
 _POWER = r"(?:\s*\^\s*\{?\s*(\d)\s*\}?)?"
 _TEXT_UNIT = re.compile(rf"\s*\\text\{{([^{{}}\d=]*)\}}{_POWER}$")
-_BARE_UNIT = re.compile(rf"(?<![A-Za-z\\])\s*([A-Za-z\u00b5]+(?:[ /][A-Za-z]+){{0,3}}){_POWER}$")
+_BARE_UNIT = re.compile(rf"(?<=[\d)}}])(\s*)([A-Za-z]+(?:[ /][A-Za-z]+){{0,3}}){_POWER}$")
+_LETTER_UNITS = frozenset("mshglLNJW")
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _SCALE_WORDS = re.compile(rf"({'|'.join(_SCALES)})\b\s*", re.IGNORECASE)
-_ARITHMETIC_WORDS = frozenset(
-    "plus minus times over divided squared cubed root and or to by of half halves third thirds quarter quarters factorial modulo mod"
-    " per pi sin cos tan log ln exp sqrt if when for".split()
-) - {"per"}
+_ARITHMETIC_WORDS = re.compile(
+    r"\b(?:plus|minus|times|over|divided|squared|cubed|root|and|or|to|by|of|half|halves|thirds?|quarters?|factorial|modulo|mod"
+    r"|pi|sin|cos|tan|log|ln|exp|sqrt|if|when|for)\b"
+)
 
 _UNIT_SPELLINGS = {
     "millimeter": "mm millimeter millimetre",
@@ -86,22 +98,27 @@ class Quantity:
     value: Fraction
     is_percent: bool
     unit: str | None
-    """Canonical name of a known unit with its power, e.g. `centimeter^2`; None when there is none or it is not known."""
+    """Canonical name of a known unit with its power, e.g. `centimeter^2`; None when there is none or it is not known.
+    """
     places: int | None
     """Digits behind the point when the number was written as a plain decimal."""
 
 
-def parse_quantity(text: str) -> Quantity | None:
+def parse_quantity(text: str, *, attached_letters: bool = False) -> Quantity | None:
     """A normalised answer as a number with its trimmings, or None when it is not one number."""
-    core, unit, is_percent = split_unit(text)
+    core, unit, is_percent = split_unit(text, attached_letters=attached_letters)
     value = exact_value(core)
     if value is None:
         return None
     return Quantity(value=value, is_percent=is_percent, unit=unit, places=decimal_places(core))
 
 
-def split_unit(text: str) -> tuple[str, str | None, bool]:
-    """(expression without its unit, canonical unit or None, is a percentage). Words that scale a number are multiplied in."""
+def split_unit(text: str, *, attached_letters: bool = False) -> tuple[str, str | None, bool]:
+    """(expression without its unit, canonical unit or None, is a percentage). Words that scale a number are multiplied
+    in.
+
+    `5 m` is five metres; `5m` is a product with a variable, unless `attached_letters` says that a unit is expected.
+    """
     unit: str | None = None
     prefix = _PREFIX.match(text)
     if prefix:
@@ -112,30 +129,36 @@ def split_unit(text: str) -> tuple[str, str | None, bool]:
     if degree := _DEGREE.search(text):
         scale = {"C": "celsius", "F": "fahrenheit", "K": "kelvin"}.get(degree.group(1), "degree")
         return text[: degree.start()].strip(), scale, False
-    for pattern in (_TEXT_UNIT, _BARE_UNIT):
-        match = pattern.search(text)
-        if match and (found := _read_unit(match.group(1), match.group(2), is_marked=pattern is _TEXT_UNIT)) is not None:
-            factor, name = found
-            core = text[: match.start()].strip()
-            core = core if factor == 1 or not core else f"({core})*{factor}"
-            return core, name or unit, False
-    return text, unit, False
+    found: tuple[int, str | None] | None = None
+    if match := _TEXT_UNIT.search(text):
+        found = _read_unit(match.group(1), match.group(2), is_marked=True)
+    elif match := _BARE_UNIT.search(text):
+        gap, words, power = match.groups()
+        if len(words) > 1 or (words in _LETTER_UNITS and (gap or attached_letters)):
+            found = _read_unit(words, power, is_marked=False)
+    if match is None or found is None:
+        return text, unit, False
+    factor, name = found
+    core = text[: match.start()].strip()
+    core = core if factor == 1 or not core else f"({core})*{factor}"
+    return core, name or unit, False
 
 
 def _read_unit(words: str, power: str | None, *, is_marked: bool) -> tuple[int, str | None] | None:
-    """(scale factor, canonical unit or None) of the words behind a number; None when they are not a unit but part of the mathematics."""
+    """(scale factor, canonical unit or None) of the words behind a number; None when they are not a unit but part of
+    the mathematics.
+    """
     phrase = " ".join(words.replace(".", " ").lower().split())
-    if phrase.startswith("square ") or phrase.startswith("sq "):
-        phrase, power = phrase.partition(" ")[2], "2"
-    elif phrase.startswith("cubic "):
-        phrase, power = phrase.partition(" ")[2], "3"
+    for prefix, prefix_power in (("square ", "2"), ("sq ", "2"), ("cubic ", "3")):
+        if phrase.startswith(prefix):
+            phrase, power = phrase.removeprefix(prefix), prefix_power
     factor = 1
     scale = _SCALE_WORDS.match(phrase)
     if scale:
         factor, phrase = _SCALES[scale.group(1).lower()], phrase[scale.end() :]
     if not phrase:
         return factor, None
-    if _ARITHMETIC_WORDS & set(phrase.split()):
+    if _ARITHMETIC_WORDS.search(phrase):
         return None
     name = _UNITS.get(phrase) or _UNITS.get(_singular(phrase))
     if name is None:

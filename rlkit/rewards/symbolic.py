@@ -1,11 +1,16 @@
-"""Equivalence of two expressions by computer algebra (math-verify over sympy), with its known false positives caught.
+"""Equivalence of two expressions by computer algebra: math-verify parses and judges, numbers have the last word.
 
-Imported by the algebra process only: sympy takes a second to import, and an expression can make it run for ever or out of memory.
+math-verify rounds differences to zero (at 6 decimals, at 15 digits of the larger term), so two tiny numbers compare
+equal; and sympy's `simplify` misses identities. Where both expressions can be evaluated, 50 digits at a few rational
+points decide; relations and sets are math-verify's.
+
+Imported by the algebra process only: sympy takes a second to import, and an expression can make it run for ever or out
+of memory.
 """
 
 import logging
-from collections.abc import Iterable
 from fractions import Fraction
+from typing import Any
 
 import sympy
 from math_verify import LatexExtractionConfig, parse, verify
@@ -16,9 +21,9 @@ from rlkit.rewards.equivalence import answers_equal
 from rlkit.rewards.exact_numbers import decimal_places, exact_value
 from rlkit.rewards.quantities import is_rounding
 
-_DIGITS = 40
-_RELATIVE_TOLERANCE = sympy.Rational(1, 10**20)
-_POINTS = (Fraction(7, 5), Fraction(-11, 13), Fraction(23, 9))  # rational points at which unequal expressions hardly meet
+_DIGITS = 50
+_RELATIVE_TOLERANCE = sympy.Rational(1, 10**35)
+_POINTS = (sympy.Rational(7, 5), sympy.Rational(-11, 13), sympy.Rational(23, 9))
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0),)
 
 
@@ -28,82 +33,90 @@ def symbolic_equal(answer: str, label: str) -> bool:
 
 
 def expressions_equal(answer: str, label: str) -> bool:
-    """Whether two single expressions are the same by math-verify, and also agree numerically wherever that can be computed."""
+    """Whether two normalised expressions without collections in them are the same."""
     parsed_answer, parsed_label = _parse(answer), _parse(label)
-    if not verify(parsed_label, parsed_answer, timeout_seconds=None, allow_set_relation_comp=True):
-        return _agree_as_constants(answer, parsed_answer, label, parsed_label)
-    return _is_confirmed(answer, _first_expression(parsed_answer), label, _first_expression(parsed_label))
+    left, right = _expression(parsed_answer), _expression(parsed_label)
+    if isinstance(left, MatrixBase) and isinstance(right, MatrixBase):
+        return left.shape == right.shape and all(
+            _values_agree(a, b) is True for a, b in zip(left.flat(), right.flat(), strict=True)
+        )
+    if isinstance(left, Expr) and isinstance(right, Expr):
+        verdict = _decimal_agrees(answer, right, label, left)
+        verdict = _values_agree(left, right) if verdict is None else verdict
+        if verdict is not None:
+            return verdict
+    return bool(verify(parsed_label, parsed_answer, timeout_seconds=None, allow_set_relation_comp=True))
 
 
 def warm_up() -> None:
     """Fill parser and sympy caches, so that the first real request does not pay for them out of its deadline."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    for answer, label in (("\\sqrt{8}", "2\\sqrt{2}"), ("(x+1)^2", "x^2+2x+1"), ("x<3", "x>4"), ("y=2x", "2y=x")):
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # its notice that the caller must bound the time: the process does
+    for answer, label in (
+        ("\\sqrt{8}", "2\\sqrt{2}"),
+        ("(x+1)^2", "x^2+2x+1"),
+        ("2<x<9", "(2,9)"),
+        ("y=2x+1", "2x=y-1"),
+    ):
         expressions_equal(answer, label)
 
 
-def _parse(text: str) -> list[Basic | MatrixBase | str]:
-    return parse(f"\\boxed{{{text}}}", extraction_config=_EXTRACTION, parsing_timeout=None)
+def _parse(text: str) -> list[Any]:
+    """math-verify's readings of one expression: a sympy object if it could be parsed, and the text itself."""
+    return parse(f"\\boxed{{{text}}}", extraction_config=_EXTRACTION, parsing_timeout=0)
 
 
-def _first_expression(parsed: Iterable[Basic | MatrixBase | str]) -> Basic | MatrixBase | None:
-    return next((item for item in parsed if not isinstance(item, str)), None)
+def _expression(parsed: list[Any]) -> Basic | MatrixBase | None:
+    """The sympy object with decimals made exact and `i` read as the imaginary unit where it stands for nothing else."""
+    found = next((item for item in parsed if isinstance(item, Basic | MatrixBase)), None)
+    if found is None or isinstance(found, Relational):
+        return found
+    floats = {number: sympy.Rational(str(number)) for number in found.atoms(sympy.Float)}
+    imaginary = {symbol: sympy.I for symbol in found.free_symbols if str(symbol) == "i"}
+    return found.xreplace({**floats, **imaginary})
 
 
-def _agree_as_constants(answer: str, parsed_answer: list, label: str, parsed_label: list) -> bool:
-    """Whether both are numbers with the same value to 20 digits, e.g. `e^{i\\pi}` and -1, which math-verify does not relate."""
-    left, right = _first_expression(parsed_answer), _first_expression(parsed_label)
-    if not isinstance(left, Expr) or not isinstance(right, Expr):
-        return False
-    imaginary = {symbol: sympy.I for symbol in left.free_symbols | right.free_symbols if str(symbol) == "i"}
-    left, right = left.subs(imaginary), right.subs(imaginary)
-    if left.free_symbols or right.free_symbols:
-        return False
-    return _values_agree(answer, left, label, right) is True
-
-
-def _is_confirmed(answer: str, left: Basic | MatrixBase | None, label: str, right: Basic | MatrixBase | None) -> bool:
-    """Second opinion on a positive verdict: math-verify rounds differences to zero, at 6 decimals or at 15 digits of the terms."""
-    if left is None or right is None:
-        return True  # equal as strings
-    if isinstance(left, Relational) and not isinstance(right, Relational):
-        left = left.args[-1]
-    if isinstance(right, Relational) and not isinstance(left, Relational):
-        right = right.args[-1]
-    if isinstance(left, MatrixBase) and isinstance(right, MatrixBase):
-        return all(_expressions_agree(a, b) for a, b in zip(left.flat(), right.flat(), strict=True))
-    if not isinstance(left, Expr) or not isinstance(right, Expr):
-        return True
-    if left.free_symbols or right.free_symbols:
-        return _expressions_agree(left, right)
-    return _values_agree(answer, left, label, right) is not False
-
-
-def _expressions_agree(left: Expr, right: Expr) -> bool:
-    symbols = sorted(left.free_symbols | right.free_symbols, key=str)
-    for shift in range(len(_POINTS)):
-        point = {
-            symbol: sympy.Rational(_POINTS[(shift + index) % len(_POINTS)]) + index for index, symbol in enumerate(symbols)
-        }
-        if _numbers_agree(left.subs(point), right.subs(point)) is False:
-            return False
-    return True
-
-
-def _values_agree(answer: str, left: Expr, label: str, right: Expr) -> bool | None:
-    """Constants by their digits; a written decimal must be the rounding of the other value."""
-    for text, other in ((answer, right), (label, left)):
+def _decimal_agrees(answer: str, label_value: Expr, label: str, answer_value: Expr) -> bool | None:
+    """A decimal against a constant: it must be its rounding. None when neither text is a decimal, or the other has no
+    real value.
+    """
+    for text, other in ((answer, label_value), (label, answer_value)):
         places, value = decimal_places(text), exact_value(text)
-        if places is not None and value is not None:
-            exact = other.doit().evalf(_DIGITS)
-            return exact.is_real and is_rounding(value, places, Fraction(str(exact)))
-    return _numbers_agree(left, right)
+        if places is not None and value is not None and not other.free_symbols:
+            exact = _evaluate(other)
+            if exact is None or not exact.is_real:
+                return None
+            return is_rounding(value, places, Fraction(str(exact)))
+    return None
 
 
-def _numbers_agree(left: Expr, right: Expr) -> bool | None:
-    """None where one of them has no numeric value."""
-    a, b = left.doit().evalf(_DIGITS), right.doit().evalf(_DIGITS)
-    if not (a.is_number and b.is_number and a.is_finite and b.is_finite):
+def _values_agree(left: Expr, right: Expr) -> bool | None:
+    """Whether two expressions have the same values at the test points; None when they cannot be evaluated there."""
+    symbols = sorted(left.free_symbols | right.free_symbols, key=str)
+    compared = False
+    for shift in range(len(_POINTS) if symbols else 1):
+        point = {symbol: _POINTS[(shift + place) % len(_POINTS)] + place for place, symbol in enumerate(symbols)}
+        a, b = _evaluate(left.xreplace(point)), _evaluate(right.xreplace(point))
+        if a is None or b is None:
+            continue
+        compared = True
+        if abs(a - b) > _RELATIVE_TOLERANCE * max(abs(a), abs(b)):
+            return False
+    return True if compared else None
+
+
+def _evaluate(expression: Any) -> Expr | None:
+    """Numeric value to 50 digits, or None when the expression has no finite one."""
+    try:
+        value = expression.doit().evalf(_DIGITS)
+    except (
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        AttributeError,
+    ):  # what sympy raises for sums, limits and relations inside
         return None
-    scale = max(abs(a), abs(b))
-    return bool(abs(a - b) <= _RELATIVE_TOLERANCE * scale)
+    return (
+        value if isinstance(value, Expr) and value.is_number and value.is_finite and not value.has(sympy.nan) else None
+    )

@@ -1,13 +1,13 @@
 """Generating and grading a list of groups at once, for training and for evaluation.
 
-Every sample is a task of its own: it waits for a place in the generator, and is graded the moment its response is there, so that grading
-overlaps generation. Called by `manager.py` and `evaluate.py`.
+Every sample is a task of its own: it waits for a place in the generator, and is graded the moment its response is
+there, so that grading overlaps generation. Called by `manager.py` and `evaluate.py`.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlkit.observability.ledger import Ledger, LedgerEvent
 from rlkit.rewards.pool import GraderPool
@@ -33,6 +33,8 @@ class Collected:
     """An error that left a sample FAILED; None when none did."""
     grade_error: str | None = None
     """What a grader said that did not score its sample; None when all did."""
+    grader_counts: dict[str, int] = field(default_factory=dict)
+    """`GraderPool.counters` of this collection alone."""
 
 
 def open_group(
@@ -55,7 +57,7 @@ def open_group(
 
 
 class GroupLedger:
-    """Writes the events of groups while they are collected: one line when all samples of a group are there, one when all are graded."""
+    """Writes the events of groups of one step while they are collected."""
 
     def __init__(self, ledger: Ledger, step: int) -> None:
         self._ledger = ledger
@@ -105,7 +107,12 @@ class Collector:
         on_progress: ProgressCallback | None = None,
         ledger: GroupLedger | None = None,
     ) -> Collected:
-        """Fill in every sample of the groups. An error that is not about one sample (or being cancelled) stops all generation and is raised."""
+        """Fill in every sample of the groups.
+
+        What concerns one sample ends up on the sample; any other error, or being cancelled, stops all generation and
+        is raised.
+        """
+        counts_before = self._graders.counters()
         run = _Collection(self._generator, self._graders, groups, sampling, evaluation, on_progress, ledger)
         tasks = [asyncio.create_task(run.sample(member, s)) for member in run.members for s in member.group.samples]
         try:
@@ -113,7 +120,10 @@ class Collector:
         except BaseException:
             await self._generator.abort([task for task in tasks if not task.done()], grace_s=0.0)
             raise
-        return run.finish()
+        collected = run.finish()
+        counts = self._graders.counters()
+        collected.grader_counts = {name: count - counts_before[name] for name, count in counts.items()}
+        return collected
 
 
 @dataclass(kw_only=True, slots=True)

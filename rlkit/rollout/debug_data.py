@@ -1,7 +1,7 @@
 """A rollout as a file: what `--save-debug-rollout-data` writes and `--load-debug-rollout-data` trains on.
 
-JSON lines, no pickle: a head line (`format`, `version`, `step`, `num_groups`), then one `SampleGroup` a line. Floats are written with the
-shortest digits that read back as the same float, so a replay computes with the very same numbers.
+JSON lines, no pickle: a head line (`format`, `version`, `step`, `num_groups`), then one `SampleGroup` a line. Floats
+are written with the shortest digits that read back as the same float, so a replay computes with the very same numbers.
 """
 
 import os
@@ -18,15 +18,15 @@ _VERSION = 1
 
 
 def rollout_path(template: str, step: int) -> Path:
-    """The file of one step: `{rollout_id}` in the template becomes the step. A template without it names one file for all steps."""
+    """The file of one step: `{rollout_id}` in the template becomes the step, if it is there."""
     return Path(template.replace("{rollout_id}", str(step)))
 
 
 def save_rollout(path: Path, step: int, groups: list[SampleGroup]) -> None:
     """Write the groups; the file appears whole or not at all.
 
-    Values of reward details and metadata that JSON does not have (a set, an array of a custom grader) are written as text; an integer
-    beyond 64 bits in a label is a DataError.
+    Values of reward details and metadata that JSON does not have (a set, an array of a custom grader) are written as
+    text; an integer beyond 64 bits in a label is a DataError.
     """
     head = {"format": _FORMAT, "version": _VERSION, "step": step, "num_groups": len(groups)}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,16 +43,20 @@ def save_rollout(path: Path, step: int, groups: list[SampleGroup]) -> None:
 
 
 def load_rollout(path: Path) -> tuple[int, list[SampleGroup]]:
-    """(step it was generated in, groups), equal to what was saved. A DataError names the file and line that is wrong."""
+    """(step it was generated in, groups), equal to what was saved. A DataError names the wrong file and line."""
     if not path.is_file():
-        raise DataError(f"--load-debug-rollout-data: {path} does not exist; `{{rollout_id}}` in the path becomes the step")
+        raise DataError(
+            f"--load-debug-rollout-data: {path} does not exist; `{{rollout_id}}` in the path becomes the step"
+        )
     with path.open("rb") as lines:
         head = _parse(path, 1, next(lines, b""))
         if head.get("format") != _FORMAT or head.get("version") != _VERSION:
             raise DataError(f"{path}: not a rollout of format {_FORMAT} version {_VERSION}: {str(head)[:200]}")
         groups = [_group(path, number, _parse(path, number, line)) for number, line in enumerate(lines, start=2)]
     if len(groups) != head["num_groups"]:
-        raise DataError(f"{path}: {len(groups)} groups, but the head line says {head['num_groups']}; the file is cut off")
+        raise DataError(
+            f"{path}: {len(groups)} groups, but the head line says {head['num_groups']}; the file is cut off"
+        )
     return head["step"], groups
 
 
@@ -70,11 +74,11 @@ def _group(path: Path, number: int, fields: dict[str, Any]) -> SampleGroup:
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path}:{number}: not a sample group: {error!r}") from error
     for sample in group.samples:
-        check_lengths(sample, f"{path}:{number}")
+        _check_lengths(sample, f"{path}:{number}")
     return group
 
 
-def check_lengths(sample: Sample, place: str) -> None:
+def _check_lengths(sample: Sample, place: str) -> None:
     """The invariant of a finished sample; a DataError names `place`, the sample and the lengths.
 
     A sample of given text (SFT) has no engine log-probs at all.
@@ -82,6 +86,6 @@ def check_lengths(sample: Sample, place: str) -> None:
     length = sample.response_length
     if len(sample.loss_mask) != length or len(sample.rollout_logprobs) not in (0, length):
         raise DataError(
-            f"{place}: sample {sample.group_id}/{sample.index} has {length} response tokens, {len(sample.loss_mask)} mask entries and "
-            f"{len(sample.rollout_logprobs)} log-probs; these must be equal"
+            f"{place}: sample {sample.group_id}/{sample.index} has {length} response tokens, "
+            f"{len(sample.loss_mask)} mask entries and {len(sample.rollout_logprobs)} log-probs; these must be equal"
         )

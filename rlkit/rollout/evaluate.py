@@ -1,7 +1,8 @@
-"""Held-out evaluation: the data sets of `--eval-prompt-data`, generated with the `--eval-*` overrides and graded like training samples.
+"""Held-out evaluation: the data sets of `--eval-prompt-data`, generated with the `--eval-*` overrides and graded like
+training samples.
 
-Called by `manager.py`. Seeds depend on the data set, the row and the run's seed but not on the step, so two evaluations differ by their
-weights only. A sample without a reward is counted as unscored and is no part of any mean.
+Called by `manager.py`. Seeds depend on the data set, the row and the run's seed but not on the step, so two evaluations
+differ by their weights only. A sample without a reward is counted as unscored and is no part of any mean.
 """
 
 import logging
@@ -41,7 +42,9 @@ def load_eval_datasets(cfg: RunConfig, tokenizer: Tokenizer) -> list[EvalDataset
     input_key = cfg.evaluation.eval_input_key or cfg.data.input_key
     label_key = cfg.evaluation.eval_label_key or cfg.data.label_key
     return [
-        EvalDataset(name=name, prompts=load_prompts(path, cfg.data, tokenizer, input_key=input_key, label_key=label_key))
+        EvalDataset(
+            name=name, prompts=load_prompts(path, cfg.data, tokenizer, input_key=input_key, label_key=label_key)
+        )
         for name, path in zip(names, paths, strict=True)
     ]
 
@@ -66,21 +69,23 @@ async def evaluate(
     everything = [group for opened in groups.values() for group in opened]
     collected = await collector.collect(everything, sampling, evaluation=True, on_progress=on_progress)
 
+    reason = collected.engine_error or collected.grade_error or "their prompts leave no room for a response"
     metrics: MetricSet = {}
     for name, members in groups.items():
-        metrics |= dataset_metrics(name, members, num_samples=num_samples)
+        metrics |= dataset_metrics(name, members, num_samples=num_samples, reason=reason)
     num_unscored = sum(metrics[f"eval/{name}/unscored"] for name in groups)
     if num_unscored:
-        reason = collected.engine_error or collected.grade_error or "their prompts leave no room for a response"
-        logger.warning(f"evaluation: {num_unscored:g} of {len(everything) * num_samples} samples are unscored: {reason}")
+        logger.warning(
+            f"evaluation: {num_unscored:g} of {len(everything) * num_samples} samples are unscored: {reason}"
+        )
     return metrics
 
 
-def dataset_metrics(name: str, groups: Sequence[SampleGroup], *, num_samples: int) -> MetricSet:
+def dataset_metrics(name: str, groups: Sequence[SampleGroup], *, num_samples: int, reason: str = "") -> MetricSet:
     """Mean reward over scored samples, lengths, truncation, and pass@k for powers of two up to `num_samples` above 1.
 
-    A prompt with unscored samples takes part in pass@k for every k up to the number of its scored ones. A RewardError if nothing was scored:
-    there is no score to report then, and 0 would be a lie.
+    A prompt with unscored samples takes part in pass@k for every k up to the number of its scored ones. A RewardError,
+    with the `reason`, if nothing was scored: there is no score to report then, and 0 would be a lie.
     """
     samples = [sample for group in groups for sample in group.samples]
     per_group = [scored_rewards(group) for group in groups]
@@ -88,7 +93,7 @@ def dataset_metrics(name: str, groups: Sequence[SampleGroup], *, num_samples: in
     if not rewards:
         statuses = {status: sum(s.status is status for s in samples) for status in SampleStatus}
         told = ", ".join(f"{count} {status}" for status, count in statuses.items() if count) or "no prompts"
-        raise RewardError(f"--eval-prompt-data {name}: none of {len(samples)} samples was scored ({told})")
+        raise RewardError(f"--eval-prompt-data {name}: none of {len(samples)} samples was scored ({told}): {reason}")
     metrics: MetricSet = {
         f"eval/{name}": sum(rewards) / len(rewards),
         f"eval/{name}/num_samples": len(samples),
@@ -98,7 +103,9 @@ def dataset_metrics(name: str, groups: Sequence[SampleGroup], *, num_samples: in
     k = 1
     while num_samples > 1 and k <= num_samples:
         estimates = [
-            pass_at_k(len(group), sum(reward >= IS_CORRECT for reward in group), k) for group in per_group if len(group) >= k
+            pass_at_k(len(group), sum(reward >= IS_CORRECT for reward in group), k)
+            for group in per_group
+            if len(group) >= k
         ]
         if estimates:
             metrics[f"eval/{name}/pass@{k}"] = sum(estimates) / len(estimates)

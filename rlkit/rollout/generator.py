@@ -1,8 +1,9 @@
 """From a prompt to a finished response: one `Generator` drives every sample of a run through the router.
 
-Called by `manager.py` and `evaluate.py`. It bounds what is in flight, sends every sampling field, asks for no more tokens than fit, issues a
-request again when an engine fails, and aborts without depending on any one engine. Invariants of a sample that `generate` has returned:
-its mask and log-probs are as long as its response, and its status is COMPLETED, TRUNCATED, ABORTED (its tokens so far are kept) or FAILED.
+Called by `manager.py` and `evaluate.py`. It bounds what is in flight, sends every sampling field, asks for no more
+tokens than fit, issues a request again when an engine fails, and aborts without depending on any one engine. Invariants
+of a sample that `generate` has returned: its mask and log-probs are as long as its response, and its status is
+COMPLETED, TRUNCATED, ABORTED (its tokens so far are kept) or FAILED.
 """
 
 import asyncio
@@ -44,8 +45,8 @@ class Outcome:
 
 
 def remaining_tokens(sample: Sample, *, max_response_len: int, max_context_len: int | None) -> int:
-    """Tokens that may still be generated: both limits count from what the sample already holds, so a continued response never outgrows
-    them. 0 or less: there is no room and no request is to be sent."""
+    """Tokens that may still be generated: both limits count from what the sample already holds, so a continued response
+    never outgrows them. 0 or less: there is no room and no request is to be sent."""
     room = max_response_len - sample.response_length
     return room if max_context_len is None else min(room, max_context_len - sample.total_length)
 
@@ -53,16 +54,19 @@ def remaining_tokens(sample: Sample, *, max_response_len: int, max_context_len: 
 def append_generation(sample: Sample, generation: Generation, *, mask_previous: bool = False) -> None:
     """Add one turn's tokens, log-probs, mask, text and weight version to the sample, and set its status.
 
-    `mask_previous` takes the tokens of earlier turns, which older weights sampled, out of the loss. An EngineError if ids and log-probs differ
-    in number or a log-prob is not finite.
+    `mask_previous` takes the tokens of earlier turns, which older weights sampled, out of the loss. An EngineError if
+    ids and log-probs differ in number or a log-prob is not finite.
     """
     num_new = len(generation.output_ids)
     if len(generation.logprobs) != num_new:
         raise EngineError(
-            f"request {generation.rid}: {num_new} output ids but {len(generation.logprobs)} log-probs; the engine must return both"
+            f"request {generation.rid}: {num_new} output ids but {len(generation.logprobs)} log-probs; the "
+            "engine must return both"
         )
     if not math.isfinite(sum(generation.logprobs)):
-        raise EngineError(f"request {generation.rid}: a log-prob is not finite; the engine's logits or weights are broken")
+        raise EngineError(
+            f"request {generation.rid}: a log-prob is not finite; the engine's logits or weights are broken"
+        )
     if mask_previous:
         sample.loss_mask = [0] * sample.response_length
     sample.tokens.extend(generation.output_ids)
@@ -76,7 +80,8 @@ def append_generation(sample: Sample, generation: Generation, *, mask_previous: 
 
 
 async def abort_engines(engines: Sequence[EngineClient], rid: str | None = None) -> list[int]:
-    """Ask every engine to stop one request, or all (None). Best effort: an engine that does not answer is logged, never raised.
+    """Ask every engine to stop one request, or all (None). Best effort: an engine that does not answer is logged, never
+    raised.
 
     Returns the positions of the engines that did not answer.
     """
@@ -104,7 +109,8 @@ class Generator:
         timeout_s: float,
         run_tag: str,
     ) -> None:
-        """`concurrency` bounds the requests in flight over all engines. `timeout_s` is the router client's limit for one request.
+        """`concurrency` bounds the requests in flight over all engines. `timeout_s` is the router client's limit for
+        one request.
 
         `run_tag` begins every request id: different for every process that talks to these engines.
         """
@@ -118,7 +124,9 @@ class Generator:
         self._num_requests = 0
 
     async def generate(self, sample: Sample, sampling: SamplingParams, *, mask_previous: bool = False) -> Outcome:
-        """Generate, or continue, the response in place. `sampling.max_new_tokens` is the limit of the whole response, over all turns."""
+        """Generate, or continue, the response in place. `sampling.max_new_tokens` is the limit of the whole response,
+        over all turns.
+        """
         budget = remaining_tokens(
             sample, max_response_len=sampling.max_new_tokens, max_context_len=self._max_context_len
         )
@@ -165,8 +173,9 @@ class Generator:
     async def abort(self, pending: Collection[asyncio.Task], *, grace_s: float) -> None:
         """Stop all generation and wait for the `pending` tasks; new requests are held back meanwhile.
 
-        Answers cut short come back as ABORTED samples with their tokens so far. Nothing here depends on any one engine: a request on a dead or
-        hung engine leaves its sample as it was, ABORTED, and tasks that are not over after `grace_s` are cancelled.
+        Answers cut short come back as ABORTED samples with their tokens so far. Nothing here depends on any one engine:
+        a request on a dead or hung engine leaves its sample as it was, ABORTED, and tasks that are not over after
+        `grace_s` are cancelled.
         """
         self._is_aborting = True
         deadline = time.monotonic() + grace_s

@@ -1,7 +1,8 @@
-"""One rollout per step: prompts -> groups -> responses -> rewards -> advantages -> an `Update` list for every training rank.
+"""One rollout per step: prompts -> groups -> responses -> rewards -> advantages -> updates for every training rank.
 
-Pure asyncio, no Ray: `orchestration/rollout_worker.py` is the shell around it. Where samples come from is decided by the config: engines,
-a file (`--load-debug-rollout-data`), or the prompt file's own answers (SFT). What follows is the same for all.
+Pure asyncio, no Ray: `orchestration/rollout_worker.py` is the shell around it. Where samples come from is decided by
+the config: engines, a file (`--load-debug-rollout-data`), or the prompt file's own answers (SFT). What follows is the
+same for all.
 """
 
 import logging
@@ -54,6 +55,7 @@ class Serving:
     engines: list[EngineClient]
     graders: GraderPool
     collector: Collector
+    has_custom_reward: bool
 
     @classmethod
     def open(cls, cfg: RunConfig, router_url: str, engine_urls: Sequence[str]) -> Self:
@@ -70,7 +72,18 @@ class Serving:
             timeout_s=timeout_s,
             run_tag=secrets.token_hex(4),
         )
-        return cls(router=router, engines=engines, graders=graders, collector=Collector(generator, graders))
+        return cls(
+            router=router,
+            engines=engines,
+            graders=graders,
+            collector=Collector(generator, graders),
+            has_custom_reward=cfg.reward.custom_rm_path is not None,
+        )
+
+    async def start_graders(self) -> None:
+        """Before anything is generated: a broken `--custom-rm-path` is a ConfigError now, not after minutes."""
+        if self.has_custom_reward:
+            await self.graders.start()
 
     async def close(self) -> None:
         self.graders.close()
@@ -92,7 +105,7 @@ class RolloutManager:
         spans: Spans,
         on_progress: ProgressCallback | None = None,
     ) -> None:
-        """`router_url` is None and `engine_urls` empty where `cfg.starts_engines` is false. The caller drains `spans`."""
+        """Without engines (`cfg.starts_engines`) `router_url` is None. The caller drains `spans`."""
         self._cfg = cfg
         self._dp = dp
         self._spans = spans
@@ -120,24 +133,28 @@ class RolloutManager:
         groups, collected = await self._collect(step)
         if cfg.debug.save_debug_rollout_data is not None:
             save_rollout(rollout_path(cfg.debug.save_debug_rollout_data, step), step, groups)
-        check_trainable(groups, collected, step=step, require_reward=not cfg.is_sft)
         self._record_kept(step, groups)
+        check_trainable(groups, collected, step=step, require_reward=not cfg.is_sft)
         with self._spans(SpanName.PACK):
             shards = build_shards(cfg, groups, self._dp)
             self._planned = (step, groups_by_rank(groups, shards))
-        metrics = rollout_metrics(groups, seconds=collected.generate_s, num_reissued=collected.num_reissued)
+        metrics = rollout_metrics(
+            groups, seconds=collected.generate_s, num_reissued=collected.num_reissued, has_rewards=not cfg.is_sft
+        )
+        metrics |= {f"grader/{name}": float(count) for name, count in collected.grader_counts.items()}
         return RolloutBatch(shards=shards, metrics=metrics)
 
     async def evaluate(self, step: int) -> MetricSet:
-        """`eval/...` of the weights that the engines hold. Without engines there is nothing to evaluate: an empty set, said aloud once."""
+        """`eval/...` of the weights that the engines hold. Without engines an empty set, said aloud once."""
         if self._serving is None:
             if self._eval_datasets is None:
-                logger.warning("no engines, so no evaluation: --eval-interval has no effect on SFT and on replayed rollouts")
+                logger.warning("no engines, no evaluation: --eval-interval has no effect on SFT and replayed rollouts")
                 self._eval_datasets = []
             return {}
         if self._eval_datasets is None:
             self._eval_datasets = load_eval_datasets(self._cfg, self._tokenizer)
         with self._spans(SpanName.EVALUATE):
+            await self._serving.start_graders()
             return await evaluate(
                 self._eval_datasets,
                 self._serving.collector,
@@ -148,7 +165,7 @@ class RolloutManager:
             )
 
     def record_trained(self, step: int) -> None:
-        """Write into the ledger which groups each rank has trained on; called once the optimizer steps of the rollout are done."""
+        """Note which groups each rank has trained on; called when the optimizer steps of the rollout are done."""
         assert self._planned is not None and self._planned[0] == step, f"step {step} is not the rollout made last"
         for rank, group_ids in enumerate(self._planned[1]):
             self._ledger.write(LedgerEvent.TRAINED, step=step, rank=rank, groups=group_ids)
@@ -185,6 +202,7 @@ class RolloutManager:
                 for sample in group.samples:
                     fill_in_label(sample, group.prompt, self._tokenizer)
             return groups, Collected()
+        await self._serving.start_graders()
         collected = await self._serving.collector.collect(
             groups,
             rollout_sampling(self._cfg, self._eos_ids),
@@ -207,11 +225,14 @@ class RolloutManager:
         return groups
 
     def _record_kept(self, step: int, groups: Sequence[SampleGroup]) -> None:
-        """KEPT for groups of which a sample trains; DROPPED, with the reason, for all others and for single samples left out."""
+        """KEPT for groups of which a sample trains; DROPPED, with the reason, for what is left out."""
         left_out: Counter[str] = Counter()
         for group in groups:
             reasons = [untrained_reason(s, require_reward=not self._cfg.is_sft) for s in group.samples]
-            dropped = {reason: [i for i, r in enumerate(reasons) if r == reason] for reason in reasons if reason is not None}
+            dropped: dict[str, list[int]] = {}
+            for index, reason in enumerate(reasons):
+                if reason is not None:
+                    dropped.setdefault(reason, []).append(index)
             if None in reasons:
                 self._ledger.write(LedgerEvent.KEPT, step=step, group=group.group_id)
             for reason, indices in dropped.items():

@@ -10,14 +10,18 @@ EQUAL_REWARDS = 1e-6
 """Rewards of a group that differ by no more than this count as equal."""
 
 
-def rollout_metrics(groups: Sequence[SampleGroup], *, seconds: float, num_reissued: int = 0) -> MetricSet:
-    """`rollout/...` of one step.
+def rollout_metrics(
+    groups: Sequence[SampleGroup], *, seconds: float, num_reissued: int = 0, has_rewards: bool = True
+) -> MetricSet:
+    """`rollout/...` of one step. Without rewards (SFT) lengths only.
 
-    `seconds` is the generation time behind `tokens_per_s`. Reward statistics run over scored samples and are absent when there are none;
-    so are length statistics without any finished sample.
+    `seconds` is the generation time behind `tokens_per_s`. Reward statistics run over scored samples and are absent
+    when there are none; so are length statistics without any finished sample.
     """
     samples = [sample for group in groups for sample in group.samples]
     finished = [sample for sample in samples if sample.status.is_trainable]
+    if not has_rewards:
+        return {"rollout/num_samples": len(samples), **length_metrics("rollout", finished)}
     metrics: MetricSet = {
         "rollout/num_samples": len(samples),
         "rollout/unscored": sum(sample.reward is None for sample in finished),
@@ -57,9 +61,11 @@ def is_zero_variance(rewards: Sequence[float]) -> bool:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that at least one of k samples, drawn without replacement from `num_samples` of which `num_correct` are right, is right.
+    """Chance that at least one of k samples, drawn without replacement from `num_samples` of which `num_correct` are
+    right, is right.
 
-    The unbiased estimator 1 - C(n-c, k) / C(n, k) of Chen et al. 2021 (arXiv:2107.03374, eq. 1). Needs k <= num_samples.
+    The unbiased estimator 1 - C(n-c, k) / C(n, k) of Chen et al. 2021 (arXiv:2107.03374, eq. 1). Needs k <=
+    num_samples.
     """
     assert 0 < k <= num_samples and 0 <= num_correct <= num_samples, (num_samples, num_correct, k)
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

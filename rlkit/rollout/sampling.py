@@ -1,7 +1,11 @@
-"""Sampling parameters of a run, spelled out field by field, and the token limits that hold for them. Pure but for reading `config.json`."""
+"""Sampling parameters of a run, spelled out field by field, and the token limit that holds for them.
+
+Called by `manager.py`. Reads `config.json` of the checkpoint and nothing else.
+"""
 
 import json
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,7 +14,8 @@ from rlkit.types.errors import ConfigError
 from rlkit.types.generation import SamplingParams
 
 T = TypeVar("T")
-_LENGTH_KEY = "max_position_embeddings"
+_SCALED_BY_FACTOR = ("linear", "dynamic", "yarn")
+"""RoPE scalings whose `max_position_embeddings` is the length before scaling, unless the original is stated beside."""
 
 
 def rollout_sampling(cfg: RunConfig, eos_ids: Collection[int]) -> SamplingParams:
@@ -30,33 +35,43 @@ def rollout_sampling(cfg: RunConfig, eos_ids: Collection[int]) -> SamplingParams
 def eval_sampling(cfg: RunConfig, eos_ids: Collection[int]) -> SamplingParams:
     """The same with the `--eval-*` overrides; temperature 0 is greedy."""
     rollout, overrides = cfg.rollout, cfg.evaluation
-    return SamplingParams(
+    return replace(
+        rollout_sampling(cfg, eos_ids),
         temperature=_first(overrides.eval_temperature, rollout.rollout_temperature),
         top_p=_first(overrides.eval_top_p, rollout.rollout_top_p),
         top_k=_first(overrides.eval_top_k, rollout.rollout_top_k),
         max_new_tokens=_first(overrides.eval_max_response_len, rollout.rollout_max_response_len),
-        stop=rollout.rollout_stop,
-        stop_token_ids=tuple(sorted({*eos_ids, *rollout.rollout_stop_token_ids})),
-        skip_special_tokens=rollout.rollout_skip_special_tokens,
     )
 
 
 def context_limit(cfg: RunConfig) -> int | None:
-    """Most tokens of prompt and response: the smallest of `--rollout-max-context-len`, `--sglang-context-length` and the model's own limit.
+    """Most tokens of prompt and response: `--rollout-max-context-len` or what the engine can hold, whichever is less.
 
-    None where nothing states one. A ConfigError if the checkpoint has no readable `config.json`.
+    The engine can hold `--sglang-context-length` if that is given, else what the checkpoint's `config.json` says; None
+    where nothing states a limit. A ConfigError if there is no readable `config.json`.
     """
-    limits = [cfg.rollout.rollout_max_context_len, cfg.engine.sglang.get("context_length"), _model_limit(cfg)]
+    engine_limit = cfg.engine.sglang.get("context_length")
+    if engine_limit is None:
+        engine_limit = _model_limit(Path(cfg.model.hf_checkpoint) / "config.json")
+    limits = [cfg.rollout.rollout_max_context_len, engine_limit]
     return min((int(limit) for limit in limits if limit is not None), default=None)
 
 
-def _model_limit(cfg: RunConfig) -> int | None:
-    path = Path(cfg.model.hf_checkpoint) / "config.json"
+def _model_limit(config_path: Path) -> int | None:
+    """Positions the model knows, times the factor of its RoPE scaling where that is not part of the number already."""
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(config_path.read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(f"--hf-checkpoint: {path} cannot be read: {error}") from error
-    return config.get(_LENGTH_KEY, config.get("text_config", {}).get(_LENGTH_KEY))
+        raise ConfigError(f"--hf-checkpoint: {config_path} cannot be read: {error}") from error
+    config = config.get("text_config", config)
+    limit = config.get("max_position_embeddings")
+    if limit is None:
+        return None
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind in _SCALED_BY_FACTOR and "original_max_position_embeddings" not in scaling:
+        return int(limit * scaling.get("factor", 1))
+    return limit
 
 
 def _first(override: T | None, default: T) -> T:

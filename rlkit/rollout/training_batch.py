@@ -1,4 +1,7 @@
-"""From a collected rollout to what ranks train on: which groups count and why others do not, advantages, shards. Pure; called by `manager.py`."""
+"""From a collected rollout to what ranks train on: advantages, shards, and why samples are left out.
+
+Pure; called by `manager.py`.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +19,7 @@ _EXCERPT = 300
 
 
 def build_shards(cfg: RunConfig, groups: Sequence[SampleGroup], dp: int) -> list[list[Update]]:
-    """[rank][optimizer step]. SFT weighs every sample alike; otherwise a sample counts by its advantage in its group."""
+    """[rank][optimizer step]. SFT weighs all samples alike; otherwise each counts by its advantage in its group."""
     samples = flatten(groups)
     if cfg.is_sft:
         advantages = [1.0] * len(samples)
@@ -45,11 +48,19 @@ def flatten(groups: Sequence[SampleGroup]) -> list[Sample]:
 
 
 def groups_by_rank(groups: Sequence[SampleGroup], shards: Sequence[Sequence[Update]]) -> list[list[int]]:
-    """[rank] -> ids of the groups that have a sample there, ascending. Samples are found by their ids, never by position in a shard."""
+    """[rank] -> ids of the groups that have a sample there, ascending.
+
+    Samples are found by their ids, never by their place in a shard: planning reorders them.
+    """
     samples = flatten(groups)
     return [
         sorted(
-            {samples[i].group_id for update in updates for batch in update.micro_batches for i in batch.sample_ids_S.tolist()}
+            {
+                samples[i].group_id
+                for update in updates
+                for batch in update.micro_batches
+                for i in batch.sample_ids_S.tolist()
+            }
         )
         for updates in shards
     ]
@@ -79,17 +90,21 @@ def check_trainable(groups: Sequence[SampleGroup], collected: Collected, *, step
     if reasons["unscored"]:
         example = next(s for s in samples if untrained_reason(s, require_reward=require_reward) == "unscored")
         raise RewardError(
-            f"{start}. The grader said: {str(collected.grade_error)[:_EXCERPT]}. Example response: {example.response[:_EXCERPT]!r} "
-            f"(label {str(example.label)[:_EXCERPT]!r}). Check --rm-type or --custom-rm-path, --reward-key and --label-key"
+            f"{start}. The grader said: {str(collected.grade_error)[:_EXCERPT]}. "
+            f"Example response: {example.response[:_EXCERPT]!r} (label {str(example.label)[:_EXCERPT]!r}). "
+            "Check --rm-type or --custom-rm-path, --reward-key and --label-key"
         )
     if reasons[SampleStatus.FAILED] or reasons[SampleStatus.ABORTED]:
         raise EngineError(
-            f"{start}. The last engine error: {str(collected.engine_error)[:_EXCERPT]}. See logs/ of the run for the engines' own words"
+            f"{start}. The last engine error: {str(collected.engine_error)[:_EXCERPT]}. "
+            "The engines' own words are in logs/ of the run folder"
         )
     if reasons["no_room"]:
         longest = max(sample.prompt_length for sample in samples)
         raise DataError(
-            f"{start}: prompts of up to {longest} tokens leave no room for a response. Raise --rollout-max-context-len if the model allows "
-            "it, or leave long prompts out with --rollout-max-prompt-len"
+            f"{start}: prompts of up to {longest} tokens leave no room for a response. "
+            "Raise --rollout-max-context-len if the model allows it, or leave them out with --rollout-max-prompt-len"
         )
-    raise DataError(f"{start}: every response token is masked, or there is none. Check the label column and the loss mask")
+    raise DataError(
+        f"{start}: every response token is masked, or there is none. Check the label column and the loss mask"
+    )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch.distributed import ProcessGroup
 
-from rlkit.dist.update_group import broadcast_bytes, join_update_group, leave_update_group
+from rlkit.dist.update_group import broadcast, join_update_group, leave_update_group
 from rlkit.sync.base import PushReport, push_buckets
 from rlkit.sync.engine_calls import EngineCalls
 from rlkit.types.ranks import EngineEndpoint, RankInfo
@@ -80,12 +80,18 @@ class GroupChannel:
     def _send(self, bucket: WeightBucket, version: int) -> None:
         if self._group is None:
             return  # only rank 0 is in the group; the others took part in the all-gather that made the bucket
+        # Tensors of different dtypes are aligned, which leaves gaps that SGLang's flattened format does not know.
+        is_dense = bucket.flat.numel() == sum(spec.num_bytes for spec in bucket.specs)
         wait = self._calls.start(
             lambda client, _: client.update_from_distributed(
-                specs=bucket.specs, group_name=GROUP_NAME, version=version, load_format="flattened_bucket"
+                specs=bucket.specs,
+                group_name=GROUP_NAME,
+                version=version,
+                load_format="flattened_bucket" if is_dense else None,
             )
         )
-        broadcast_bytes(bucket.flat, group=self._group)
+        for part in [bucket.flat] if is_dense else [tensor for _, tensor in bucket.tensors()]:
+            broadcast(part, group=self._group)
         wait()
 
     def close(self) -> None:

@@ -33,5 +33,9 @@ class TrainError(RlkitError, RuntimeError):
     """A training rank cannot go on, e.g. the gradient is not finite."""
 
 
+class WorkerDied(RlkitError, RuntimeError):
+    """A process of the run ended without saying why, e.g. killed from outside or out of memory."""
+
+
 class CheckpointError(RlkitError, RuntimeError):
     """A checkpoint is missing, incomplete or does not fit the run."""

@@ -5,10 +5,12 @@ Names are Hugging Face parameter names. A tied tensor appears once, under the na
 `lm_head.weight` beside its twin).
 """
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, dtype
 
 
@@ -56,3 +58,9 @@ class WeightSource(Protocol):
         Collective: every rank iterates to the end and sees the same buckets. Works awake and asleep.
         """
         ...
+
+
+def tensor_checksum(tensor: Tensor) -> str:
+    """SHA-256 of the tensor's bytes in row-major order, as hex; trainers and the embedded engine compare by it."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    return hashlib.sha256(data.tobytes()).hexdigest()

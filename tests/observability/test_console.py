@@ -87,3 +87,8 @@ def test_a_terminal_gets_a_bar_that_goes_away():
     assert "generate" in shown and "3/3" in shown
     assert "[done]" in shown.splitlines()[-1]
     assert "\x1b[2K" in shown  # the bar's line was erased
+
+
+def test_the_loss_is_shown_where_there_is_no_reward():
+    assert "loss" in format_step(0, {"train/loss": 1.5, "rollout/response_length": 3.0})
+    assert "loss" not in format_step(0, {"train/loss": 1.5, "rollout/reward": 0.5})

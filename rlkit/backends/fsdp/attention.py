@@ -1,14 +1,17 @@
-"""Causal attention inside each sequence of a packed row, for transformers models. Called from inside the model's own layers.
+"""Causal attention inside each sequence of a packed row, for transformers models. Called from inside the model's own
+layers.
 
-Shapes: S packed sequences, T packed tokens, H query heads, K key/value heads, D head size; a bucket holds n sequences of at most L.
+Shapes: S packed sequences, T packed tokens, H query heads, K key/value heads, D head size; a bucket holds n sequences
+of at most L.
 
-transformers looks an attention up by name and hands it whatever keyword arguments the model was called with; so the layout of a
-micro-batch is made once, travels as `packed_layout=`, and serves every layer. Under these names transformers builds no mask.
+transformers looks an attention up by name and hands it whatever keyword arguments the model was called with; so the
+layout of a micro-batch is made once, travels as `packed_layout=`, and serves every layer. Under these names
+transformers builds no mask.
 
 No T x T mask or score matrix exists on any path, and a packed row costs what its own tokens cost:
 - `fa2`: flash-attn's variable-length kernel; `varlen`: torch's. CUDA, bf16 or fp16.
-- `sdpa`: sequences of like length are padded into a few dense buckets. Padding is on the right, so the causal mask alone keeps it
-  out: no token looks at a later one. Any device, any dtype.
+- `sdpa`: sequences of like length are padded into a few dense buckets. Padding is on the right, so the causal mask
+  alone keeps it out: no token looks at a later one. Any device, any dtype.
 - `reference`: one sequence after the other, written out. For tests and for doubts.
 """
 
@@ -19,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -29,10 +33,14 @@ from transformers import AttentionInterface
 from rlkit.types.errors import ConfigError
 
 BUCKET_SLACK = 16
-"""Sequences this much shorter than the longest of a bucket still join it: a few padding tokens cost less than another kernel call."""
+"""Sequences this much shorter than the longest of a bucket still join it: a few padding tokens cost less than
+another kernel call.
+"""
 
 BUCKET_RATIO = 0.8
-"""So do sequences of at least this share of its length; attention inside a bucket then costs at most 1.6 times the bare work."""
+"""So do sequences of at least this share of its length; attention inside a bucket then costs at most 1.6 times the
+bare work.
+"""
 
 
 class PackedAttention(StrEnum):
@@ -55,13 +63,13 @@ def choose_attention(
         case "flash_attention_2":
             if not has_kernels:
                 raise ConfigError(
-                    f"--attn-implementation flash_attention_2 needs CUDA and bfloat16, but the trainer computes in {dtype} on "
-                    f"{device.type}; use --attn-implementation auto or sdpa"
+                    "--attn-implementation flash_attention_2 needs CUDA and bfloat16, but the trainer computes in "
+                    f"{dtype} on {device.type}; use --attn-implementation auto or sdpa"
                 )
             if not _has_flash_attn():
                 raise ConfigError(
-                    "--attn-implementation flash_attention_2 needs the package flash-attn (flash_attn.flash_attn_interface), which is "
-                    "not installed; use --attn-implementation auto for torch's own kernel"
+                    "--attn-implementation flash_attention_2 needs the package flash-attn, which is not installed "
+                    "(flash_attn.flash_attn_interface); use --attn-implementation auto for torch's own kernel"
                 )
             return PackedAttention.FA2
         case "auto":
@@ -78,7 +86,9 @@ class PackedLayout:
     max_seqlen: int
     lengths: tuple[int, ...]
     buckets: tuple[tuple[int, int], ...]  # (n, L) of each dense bucket, in the order of `slots`
-    token_of_slot: Tensor  # int64 [sum of n * L]: the token that a padded slot holds; padding repeats a token of its sequence
+    token_of_slot: (
+        Tensor  # int64 [sum of n * L]: the token that a padded slot holds; padding repeats a token of its sequence
+    )
     slot_of_token: Tensor  # int64 [T]
     padding_slots: Tensor  # int64 [number of padding slots]
 
@@ -100,9 +110,11 @@ class PackedLayout:
 
 
 def packed_layout(cu_seqlens: Tensor) -> PackedLayout:
-    """Layout of the sequences `[cu_seqlens[s], cu_seqlens[s+1])`. `cu_seqlens` (int32 [S+1]) lies on the CPU; no sequence is empty."""
+    """Layout of the sequences `[cu_seqlens[s], cu_seqlens[s+1])`. `cu_seqlens` (int32 [S+1]) lies on the CPU; no
+    sequence is empty.
+    """
     bounds: list[int] = cu_seqlens.tolist()
-    lengths = tuple(end - start for start, end in zip(bounds, bounds[1:], strict=False))
+    lengths = tuple(end - start for start, end in pairwise(bounds))
     groups = bucket_by_length(lengths)
     buckets = tuple((len(members), lengths[members[0]]) for members in groups)
     starts_S = cu_seqlens[:-1].long()
@@ -154,8 +166,9 @@ def register_attention() -> None:
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, PackedLayout, float, int | None], Tensor]
-"""(query [T, H, D], key [T, K, D], value [T, K, D], layout, softmax scale, window) -> [T, H, D]. A window of w lets a token see itself
-and the w - 1 before it; None is all of its sequence."""
+"""(query [T, H, D], key [T, K, D], value [T, K, D], layout, softmax scale, window) -> [T, H, D]. A window of w lets
+a token see itself and the w - 1 before it; None is all of its sequence.
+"""
 
 
 def _as_transformers_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
@@ -173,7 +186,9 @@ def _as_transformers_attention(attend: Attend) -> Callable[..., tuple[Tensor, No
     ) -> tuple[Tensor, None]:
         for name in ("softcap", "s_aux", "position_bias"):
             if others.get(name) is not None:
-                raise ConfigError(f"this model's attention uses {name}, which the packed attention of the FSDP backend lacks")
+                raise ConfigError(
+                    f"this model's attention uses {name}, which the packed attention of the FSDP backend lacks"
+                )
         assert attention_mask is None and query.shape[0] == 1
         window = sliding_window if sliding_window is not None and sliding_window < packed_layout.max_seqlen else None
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -184,7 +199,8 @@ def _as_transformers_attention(attend: Attend) -> Callable[..., tuple[Tensor, No
 
 
 class _Rows(torch.autograd.Function):
-    """rows[index], where backward is again a gather: `inverse` says where each row went, and the gradient of repeated rows is zero.
+    """rows[index], where backward is again a gather: `inverse` says where each row went, and the gradient of repeated
+    rows is zero.
 
     index_select's own backward adds row by row, which on a CPU takes longer than attention itself.
     """
@@ -266,29 +282,28 @@ def _fa2(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, wi
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int | None) -> Tensor:
-    kernel, takes_gqa = _varlen_kernel()
+    kernel, arguments = _varlen_kernel()
     repeats = q.shape[1] // k.shape[1]
-    if repeats > 1 and not takes_gqa:
+    options: dict[str, Any] = {"window_size": (-1, 0) if window is None else (window - 1, 0)}
+    if repeats > 1 and "enable_gqa" in arguments:
+        options["enable_gqa"] = True
+    elif repeats > 1:
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    return kernel(
-        q,
-        k,
-        v,
-        layout.cu_seqlens,
-        layout.cu_seqlens,
-        layout.max_seqlen,
-        layout.max_seqlen,
-        scale=scale,
-        window_size=(-1, 0) if window is None else (window - 1, 0),
-        **({"enable_gqa": repeats > 1} if takes_gqa else {}),
-    )
+    if "scale" in arguments:
+        options["scale"] = scale
+    else:
+        q = q * (scale * q.shape[-1] ** 0.5)  # the kernel divides by sqrt(D) itself
+    ends, longest = layout.cu_seqlens, layout.max_seqlen
+    return kernel(q, k, v, ends, ends, longest, longest, **options)
 
 
 @cache
-def _varlen_kernel() -> tuple[Callable[..., Tensor], bool]:
-    """torch's kernel, and whether it takes grouped heads: torch 2.13 demands `enable_gqa=True` for them, 2.11 has no such argument."""
+def _varlen_kernel() -> tuple[Callable[..., Tensor], frozenset[str]]:
+    """torch's kernel and the names of its arguments: torch 2.13 demands `enable_gqa=True` for grouped heads, 2.11
+    does not know it.
+    """
     kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    return kernel, "enable_gqa" in inspect.signature(kernel).parameters
+    return kernel, frozenset(inspect.signature(kernel).parameters)
 
 
 def _has_varlen() -> bool:

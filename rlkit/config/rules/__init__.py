@@ -6,7 +6,7 @@ a launch and the dry run.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from rlkit.config.fields import all_fields, sections
 from rlkit.config.rules import batch, cluster, required, rollout, training
@@ -91,7 +91,7 @@ def _without(cfg: RunConfig, names: frozenset[str]) -> RunConfig:
     parts: dict[str, Any] = {}
     for section, cls in sections().items():
         whole = getattr(cfg, section)
-        part = object.__new__(cls)  # past __init__, which would set every field
+        part = cast("Any", object.__new__(cls))  # past __init__, which would set every field
         for item in fields(cls):
             if item.name not in names:
                 object.__setattr__(part, item.name, getattr(whole, item.name))

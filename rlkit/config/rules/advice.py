@@ -111,6 +111,13 @@ def some_shared_gpus_do_not_generate(cfg: RunConfig) -> str | None:
     return f"colocate with rollout_num_gpus = {engines}: {ranks - engines} of {ranks} GPUs idle during generation"
 
 
+def only_grpo_divides_by_the_deviation(cfg: RunConfig) -> str | None:
+    estimator = cfg.algo.advantage_estimator
+    if estimator == "grpo" or not cfg.algo.disable_grpo_std_normalization:
+        return None
+    return f"disable_grpo_std_normalization is not used: advantage_estimator = {estimator} never divides by a deviation"
+
+
 def half_precision_is_slow_on_a_cpu(cfg: RunConfig) -> str | None:
     if cfg.cluster.device != "cpu" or cfg.model.dtype != "bfloat16":
         return None
@@ -121,14 +128,14 @@ def export_overwrites_itself(cfg: RunConfig) -> str | None:
     folder, interval = cfg.checkpoint.save_hf, cfg.checkpoint.save_interval
     if folder is None or interval is None or "{rollout_id}" in folder or not trains(cfg):
         return None
-    return f"save_hf = {folder} has no {{rollout_id}}: every save, each save_interval = {interval} steps, replaces the last"
+    return f"save_hf = {folder} has no {{rollout_id}}: each save (save_interval = {interval}) replaces the last"
 
 
 def upper_clip_is_tighter(cfg: RunConfig) -> str | None:
     low, high = cfg.algo.eps_clip, cfg.algo.eps_clip_high
     if high is None or high >= low or cfg.is_sft:
         return None
-    return f"eps_clip_high = {high} is below eps_clip = {low}: raising a token's probability is clipped sooner than lowering"
+    return f"eps_clip_high = {high} is below eps_clip = {low}: raising a probability is clipped sooner than lowering it"
 
 
 def no_logging_account_is_used(cfg: RunConfig) -> str | None:
@@ -152,6 +159,7 @@ ADVICE = (
     evaluation_is_off,
     supervised_rows_are_not_graded,
     some_shared_gpus_do_not_generate,
+    only_grpo_divides_by_the_deviation,
     half_precision_is_slow_on_a_cpu,
     export_overwrites_itself,
     upper_clip_is_tighter,

@@ -3,7 +3,7 @@ compute with them."""
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from rlkit.config.fields import all_fields
 from rlkit.config.schema import RunConfig
@@ -31,8 +31,7 @@ class Bound:
 
     def __call__(self, cfg: RunConfig) -> str | None:
         value = _value(cfg, self.field)
-        numbers = value if isinstance(value, tuple) else () if value is None else (value,)
-        for number in numbers:
+        for number in _numbers(value):
             if not self._allows(number):
                 why = f": {self.why}" if self.why else ""
                 return f"{self.field} = {number} must be {self._range()}{why}; set {all_fields()[self.field].flag}"
@@ -76,6 +75,12 @@ def _value(cfg: RunConfig, name: str) -> Any:
     return getattr(getattr(cfg, all_fields()[name].section), name)
 
 
+def _numbers(value: Any) -> tuple[float, ...]:
+    if value is None:
+        return ()
+    return cast("tuple[float, ...]", value) if isinstance(value, tuple) else (value,)
+
+
 def _counts(*names: str) -> tuple[Bound, ...]:
     return tuple(Bound(field=name, low=1) for name in names)
 
@@ -97,7 +102,7 @@ BOUNDS: tuple[Bound, ...] = (
     *_counts("rm_num_workers", "eval_interval", "n_samples_per_eval_prompt", "eval_max_response_len"),
     *_counts("sglang_server_concurrency", "embedded_max_running_requests", "lr_decay_iters", "global_batch_size"),
     *_counts("num_steps_per_rollout", "max_tokens_per_gpu", "log_probs_chunk_size", "update_weight_buffer_size"),
-    *_counts("save_interval", "keep_checkpoints"),
+    *_counts("save_interval", "keep_checkpoints", "distributed_timeout_minutes"),
     *_positive("placement_timeout_s", "gpu_memory_gib", "rm_timeout_s", "engine_start_timeout_s", "engine_timeout_s"),
     *_positive("eps_clip_high", "adam_eps"),
     *_not_negative("num_rollout", "rollout_stop_token_ids", "start_rollout_id", "kl_loss_coef", "entropy_coef"),

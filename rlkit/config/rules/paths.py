@@ -93,8 +93,9 @@ def model_fits_the_flags(cfg: RunConfig) -> list[str]:
     attention = tensor // cfg.engine.sglang.get("dp_size", 1)
     if isinstance(heads, int) and cfg.starts_engines and heads % attention:
         found.append(
-            f"rollout_num_gpus_per_engine = {cfg.cluster.rollout_num_gpus_per_engine} splits attention {attention} ways,"
-            f" but the model has num_attention_heads = {heads}; pass a --rollout-num-gpus-per-engine that divides it"
+            f"rollout_num_gpus_per_engine = {cfg.cluster.rollout_num_gpus_per_engine} splits attention {attention}"
+            f" ways, but the model has num_attention_heads = {heads}; pass a --rollout-num-gpus-per-engine that divides"
+            " it"
         )
     return found
 

@@ -45,8 +45,8 @@ def group_is_big_enough(cfg: RunConfig) -> str | None:
     if size >= 2:
         return None
     return (
-        f"n_samples_per_prompt = {size}, but advantage_estimator = {cfg.algo.advantage_estimator} compares the responses"
-        " to one prompt with each other and needs at least 2; pass e.g. --n-samples-per-prompt 8"
+        f"n_samples_per_prompt = {size}, but advantage_estimator = {cfg.algo.advantage_estimator} compares the"
+        " responses to one prompt with each other and needs at least 2; pass e.g. --n-samples-per-prompt 8"
     )
 
 
@@ -95,7 +95,10 @@ def evaluation_only_evaluates_something(cfg: RunConfig) -> str | None:
     if cfg.evaluation.skip_eval_before_train:
         return "num_rollout = 0 and skip_eval_before_train leave nothing to do; drop --skip-eval-before-train"
     if not cfg.starts_engines:
-        return "num_rollout = 0 evaluates only, but no engine starts in this mode; use policy_loss without replay flags"
+        return (
+            "num_rollout = 0 evaluates only, but no engine starts with sft_loss or a replayed rollout;"
+            " drop --loss-type, --load-debug-rollout-data and --debug-train-only"
+        )
     return None
 
 

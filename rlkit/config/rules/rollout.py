@@ -45,7 +45,8 @@ def slices_are_readable(cfg: RunConfig) -> str | None:
     paths += [("eval_prompt_data", path) for _, path in eval_pairs(cfg)]
     for name, path in paths:
         if "@[" in path and not _SLICE.search(path):
-            return f"{name} = {path}: the slice is not of the form FILE@[first:end], both optional and maybe negative"
+            flag = all_fields()[name].flag
+            return f"{name} = {path}: cannot read the slice; write {flag} FILE@[first:end], as Python slices a list"
     return None
 
 
@@ -141,13 +142,13 @@ def evaluation_data_is_in_pairs(cfg: RunConfig) -> str | None:
     words = cfg.evaluation.eval_prompt_data
     shown = " ".join(words)
     if len(words) % 2:
-        return f"eval_prompt_data = {shown}: {len(words)} words are not pairs; pass --eval-prompt-data NAME PATH ..."
+        return f"eval_prompt_data = {shown}: an odd number of words is not pairs; pass --eval-prompt-data NAME PATH ..."
     names = [name for name, _ in eval_pairs(cfg)]
     for name in names:
         if not _EVAL_NAME.fullmatch(name) or name.endswith((".jsonl", ".json", ".parquet")):
             return f"eval_prompt_data: {name!r} is no name for metrics; pass --eval-prompt-data NAME PATH ..."
         if names.count(name) > 1:
-            return f"eval_prompt_data names {name!r} {names.count(name)} times; give every set its own name"
+            return f"eval_prompt_data names {name!r} {names.count(name)} times; give every set of --eval-prompt-data its own"
     return None
 
 

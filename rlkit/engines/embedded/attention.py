@@ -118,7 +118,9 @@ def _split(tensor: Tensor, start: int, end: int, num: int) -> Tensor:
     return tensor[0, :, start:end].unflatten(1, (num, -1)).transpose(0, 1)
 
 
-def _causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float, start: int, window: int | None) -> Tensor:
+def _causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, start: int, window: int | None
+) -> Tensor:
     """query [B, H, T, D] at positions start..start+T-1 against key [B, K, start+T, D] -> [B, H, T, D]."""
     num_tokens = query.shape[2]
     gqa = query.shape[1] != key.shape[1]

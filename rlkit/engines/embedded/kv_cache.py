@@ -7,7 +7,7 @@ when the engine sleeps. Used by `model.py` and `attention.py`, on the engine thr
 Shapes: S slots, H key-value heads, M positions per slot, D head size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -59,10 +59,13 @@ class SlotCache:
                 blocks[layer] = like.new_zeros(self.num_slots, like.shape[1], self.length, like.shape[3])
         return self._keys[layer], self._values[layer]
 
-    def copy_slot(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of a slot."""
+    def copy_slot(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` positions of a slot to others."""
         for block in self._blocks():
-            block[target, :, :length] = block[source, :, :length]
+            if len(targets) == 1:
+                block[targets[0], :, :length] = block[source, :, :length]
+            else:
+                block[torch.tensor(targets, device=block.device), :, :length] = block[source, :, :length]
 
     def free(self) -> None:
         """Give all memory back."""

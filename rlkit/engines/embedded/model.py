@@ -82,10 +82,10 @@ class ModelRunner:
         return self.model(input_ids=tokens, position_ids=positions, use_cache=False, **options).logits
 
     @torch.inference_mode()
-    def check_against_transformers(self) -> None:
+    def check_against_transformers(self) -> int:
         """Compare a prefill in two pieces and three decode steps with transformers' own attention.
 
-        EngineError when this architecture needs more than plain (grouped, sliding-window) causal attention.
+        Returns the cache's bytes per token. EngineError when this architecture needs more than plain (grouped, sliding-window) causal attention.
         """
         ids = [(17 * i + 3) % self.vocab_size for i in range(11)]
         try:
@@ -96,6 +96,7 @@ class ModelRunner:
             ]
             rows += [self.decode([ids[i]], [i]) for i in range(8, len(ids))]
             ours = torch.cat(rows).float()
+            bytes_per_token = self.cache.num_bytes // (self.cache.num_slots * self.cache.length)
             self.model.set_attn_implementation("sdpa")
             reference = self.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0].float()
         except (TypeError, NotImplementedError, RuntimeError, KeyError) as error:
@@ -105,12 +106,13 @@ class ModelRunner:
             self.model.set_attn_implementation(ATTENTION_NAME)
         expected = reference[[4, 7, 8, 9, 10]]
         error = ((ours - expected).abs().max() / expected.abs().max().clamp_min(1.0)).item()
-        limit = 1e-4 if ours.dtype == self.model.dtype else 5e-2
+        limit = 1e-4 if self.model.dtype == torch.float32 else 5e-2
         if not error <= limit:
             raise EngineError(
                 f"{self._name}: logits of the embedded engine differ from transformers' by {error:.2e} (relative, "
                 f"limit {limit:g}); this architecture is not supported, use SGLang"
             )
+        return bytes_per_token
 
     @property
     def _name(self) -> str:

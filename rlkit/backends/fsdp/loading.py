@@ -1,0 +1,92 @@
+"""Reads a Hugging Face safetensors checkpoint tensor by tensor, or a few rows of one. Called by `model.py` and
+`export.py`.
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from rlkit.types.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+"""Dtypes of weights that can be trained on. Quantised ones (fp8, int4) need converting first."""
+
+
+class CheckpointReader:
+    """The tensors of one checkpoint folder. Files are memory-mapped: only what is asked for is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file_of = _tensor_files(path)
+        self._files = {file: safe_open(path / file, framework="pt") for file in set(self._file_of.values())}
+
+    def check_names(self, wanted: Sequence[str], *, tied: set[str]) -> None:
+        """Every wanted tensor must be there. What nobody wants is logged, except copies of tied matrices and rotary
+        tables.
+        """
+        missing = [name for name in wanted if name not in self._file_of]
+        if missing:
+            raise CheckpointError(
+                f"{self.path} lacks {len(missing)} of the {len(wanted)} tensors of its architecture "
+                f"({_some(missing)}); it has {_some(self._file_of)}. Is it complete, and saved for this architecture?"
+            )
+        extra = self._file_of.keys() - set(wanted) - tied
+        extra = [name for name in sorted(extra) if not name.endswith("rotary_emb.inv_freq")]
+        if extra:
+            logger.warning(f"{self.path}: ignoring {len(extra)} tensors unknown to the architecture: {_some(extra)}")
+
+    def dtype(self, name: str) -> torch.dtype:
+        """How the tensor is stored. CheckpointError when it is quantised."""
+        stored = self._slice(name).get_dtype()
+        if stored not in DTYPES:
+            raise CheckpointError(
+                f"{self.path}: {name} is stored as {stored}; convert the checkpoint to bfloat16 first"
+            )
+        return DTYPES[stored]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def read_rows(self, name: str, shape: tuple[int, ...], first: int, count: int) -> Tensor:
+        """Rows [first, first + count) of a tensor whose whole shape must be `shape`, as stored, on the CPU."""
+        stored = self._slice(name)
+        if tuple(stored.get_shape()) != shape:
+            raise CheckpointError(
+                f"{self.path}: {name} has shape {tuple(stored.get_shape())}, but config.json implies {shape}; "
+                "they do not belong together"
+            )
+        self.dtype(name)
+        return stored[first : first + count] if shape else stored[:]
+
+    def _slice(self, name: str):
+        return self._files[self._file_of[name]].get_slice(name)
+
+
+def _tensor_files(path: Path) -> dict[str, str]:
+    """Tensor name -> file name."""
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{path} is no Hugging Face checkpoint: it has no config.json")
+    if (path / INDEX).is_file():
+        return dict(json.loads((path / INDEX).read_text())["weight_map"])
+    if not (path / SINGLE).is_file():
+        raise CheckpointError(
+            f"{path} has neither {SINGLE} nor {INDEX}; "
+            "save it with transformers' save_pretrained, which writes safetensors"
+        )
+    with safe_open(path / SINGLE, framework="pt") as file:
+        return dict.fromkeys(file.keys(), SINGLE)
+
+
+def _some(names: Iterable[str]) -> str:
+    chosen = sorted(names)
+    return ", ".join(chosen[:4]) + (", ..." if len(chosen) > 4 else "")

@@ -1,0 +1,221 @@
+"""The policy (or reference) as one FSDP2 module: a transformers model whose output is token log-probs instead of
+logits.
+
+Called by `backend.py`. Built on the meta device, sharded, then filled: each rank reads its own rows of the checkpoint,
+so no rank ever holds a whole copy.
+
+Invariants: parameters are float32 shards where they are trained; a tied matrix is one parameter in the root's group
+(sharding the embedding and the head apart would silently untie them); dropout is off, since old and new log-probs must
+differ by the weights alone.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from rlkit.algo.logprobs import chunked_log_probs
+from rlkit.backends.fsdp.attention import PackedAttention, PackedLayout, packed_layout, register_attention
+from rlkit.backends.fsdp.loading import CheckpointReader
+from rlkit.config.schema import ModelConfig
+from rlkit.dist.groups import RankMesh
+from rlkit.types.errors import ConfigError
+
+PREFIX = "hf_model."
+
+
+class ScoringModel(nn.Module):
+    """Scores the tokens of a packed row. Sharded as one root, so that the head's weight is whole when the log-probs
+    are made.
+    """
+
+    def __init__(self, hf_model: PreTrainedModel) -> None:
+        super().__init__()
+        self.hf_model = hf_model
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.hf_model.config
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        layout: PackedLayout,
+        scored_N: Tensor,
+        *,
+        temperature: float,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies), float32 [T], of the tokens at positions `scored_N`; zero elsewhere. T is at least
+        1.
+        """
+        hidden_TD = self._hidden(tokens_T, positions_T, layout)
+        head = self._head()
+        logp_N, entropy_N = chunked_log_probs(
+            hidden_TD[scored_N - 1],
+            head.weight,
+            tokens_T[scored_N],
+            temperature=temperature,
+            chunk_size=chunk_size,
+            bias_V=head.bias,
+        )
+        zeros_T = torch.zeros_like(tokens_T, dtype=torch.float32)
+        return zeros_T.index_copy(0, scored_N, logp_N), zeros_T.index_copy(0, scored_N, entropy_N)
+
+    def check_scoring(self, token_ids: Tensor) -> float:
+        """Largest difference between our log-probs and those of the architecture's own logits, for one sequence [T]."""
+        layout = packed_layout(torch.tensor([0, len(token_ids)], dtype=torch.int32)).to(token_ids.device)
+        positions_T = torch.arange(len(token_ids), device=token_ids.device)
+        outputs = self.hf_model(
+            input_ids=token_ids[None], position_ids=positions_T[None], use_cache=False, packed_layout=layout
+        )
+        theirs_TV = outputs.logits[0].float().log_softmax(-1)
+        theirs_N = theirs_TV[:-1].gather(1, token_ids[1:, None]).squeeze(1)
+        hidden_TD = self._hidden(token_ids, positions_T, layout)
+        head = self._head()
+        ours_N, _ = chunked_log_probs(
+            hidden_TD[:-1], head.weight, token_ids[1:], temperature=1.0, chunk_size=len(token_ids), bias_V=head.bias
+        )
+        return (ours_N - theirs_N).abs().max().item()
+
+    def _hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: PackedLayout) -> Tensor:
+        outputs = self.hf_model.base_model(
+            input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, packed_layout=layout
+        )
+        return outputs.last_hidden_state[0]
+
+    def _head(self) -> nn.Linear:
+        return cast(nn.Linear, self.hf_model.get_output_embeddings())
+
+
+def build_model(
+    path: Path,
+    cfg: ModelConfig,
+    mesh: RankMesh,
+    *,
+    attention: PackedAttention,
+    compute_dtype: torch.dtype,
+    trainable: bool,
+    gradient_checkpointing: bool = False,
+) -> ScoringModel:
+    """A sharded model with uninitialised parameters, from `path/config.json`. Fill it with `load_hf_weights` or a
+    checkpoint.
+
+    Masters are float32 when `trainable`, else of `compute_dtype`. Collective over all ranks (sharding makes no
+    communication yet).
+    """
+    register_attention()
+    config = AutoConfig.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
+    _switch_off_dropout(config)
+    with torch.device("meta"):
+        hf_model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.float32 if trainable else compute_dtype,
+            attn_implementation=attention.value,
+            trust_remote_code=cfg.trust_remote_code,
+        )
+    hf_model.tie_weights()
+    if gradient_checkpointing:
+        hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = ScoringModel(hf_model)
+    # train mode is what switches gradient checkpointing on; with dropout off it changes nothing else
+    model.train(trainable).requires_grad_(trainable)
+    _shard(model, mesh, compute_dtype)
+    model.to_empty(device=mesh.device)
+    _recompute_buffers(hf_model)
+    return model
+
+
+def _switch_off_dropout(config: PreTrainedConfig) -> None:
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+
+
+def _shard(model: ScoringModel, mesh: RankMesh, compute_dtype: torch.dtype) -> None:
+    """`fully_shard` on every block, then on the root, whose group keeps embedding, last norm and head together."""
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    block_names = set(model.hf_model._no_split_modules or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in block_names]
+    if not blocks:
+        raise ConfigError(
+            f"{type(model.hf_model).__name__} does not name its blocks (_no_split_modules), "
+            "so the FSDP backend cannot shard it"
+        )
+    for block in blocks:
+        fully_shard(block, mesh=mesh.mesh["dp"], mp_policy=policy)
+    fully_shard(model, mesh=mesh.mesh["dp"], mp_policy=policy)
+    register_fsdp_forward_method(model, "check_scoring")
+
+
+def _recompute_buffers(hf_model: PreTrainedModel) -> None:
+    """Fill the buffers that no checkpoint holds, such as rotary frequencies: `to_empty` left them undefined."""
+    for name, buffer in hf_model.named_non_persistent_buffers():
+        owner = hf_model.get_submodule(name.rpartition(".")[0])
+        if buffer.is_floating_point():
+            buffer.fill_(float("nan"))
+        hf_model._init_weights(owner)
+        if buffer.is_floating_point() and buffer.isnan().any():
+            raise ConfigError(
+                f"{type(hf_model).__name__} does not say how to fill its buffer {name}, so it cannot be built"
+            )
+
+
+def fsdp(model: ScoringModel) -> FSDPModule:
+    """The same object under the type that `fully_shard` gave it."""
+    return cast(FSDPModule, model)
+
+
+def named_shards(model: ScoringModel) -> Iterator[tuple[str, DTensor]]:
+    """(Hugging Face name, sharded parameter); a tied matrix appears once."""
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        yield name.removeprefix(PREFIX), parameter
+
+
+def local_shard(parameter: DTensor) -> Tensor:
+    """This rank's rows as a plain tensor on the same memory."""
+    return parameter.to_local().detach()
+
+
+def named_persistent_buffers(model: ScoringModel) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, buffer) of what a checkpoint holds beside parameters; replicated on every rank."""
+    temporary = {name for name, _ in model.hf_model.named_non_persistent_buffers()}
+    for name, buffer in model.hf_model.named_buffers():
+        if name not in temporary:
+            yield name, buffer
+
+
+def load_hf_weights(model: ScoringModel, reader: CheckpointReader, mesh: RankMesh) -> None:
+    """Fill parameters and persistent buffers from a Hugging Face checkpoint; every rank reads its own rows only."""
+    names = [name for name, _ in named_shards(model)]
+    buffers = list(named_persistent_buffers(model))
+    ignorable = getattr(model.hf_model, "all_tied_weights_keys", {})
+    reader.check_names([*names, *(name for name, _ in buffers)], tied=set(ignorable))
+    with torch.no_grad():
+        for name, parameter in named_shards(model):
+            local = local_shard(parameter)
+            first_row = first_local_row(parameter, mesh)
+            local.copy_(reader.read_rows(name, tuple(parameter.shape), first_row, local.shape[0]))
+        for name, buffer in buffers:
+            buffer.copy_(reader.read_rows(name, tuple(buffer.shape), 0, buffer.shape[0] if buffer.dim() else 1))
+
+
+def first_local_row(parameter: DTensor, mesh: RankMesh) -> int:
+    """Global index of this rank's first row. FSDP2 deals dimension 0 in equal chunks, the last ones shorter or
+    empty.
+    """
+    rows_per_rank = -(-parameter.shape[0] // mesh.data_size)
+    return min(mesh.mesh["dp"].get_local_rank() * rows_per_rank, parameter.shape[0])
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Longest sequence the architecture was built for; None where it does not say."""
+    limit: Any = config.to_dict().get("max_position_embeddings")
+    return int(limit) if limit else None
