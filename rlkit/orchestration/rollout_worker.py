@@ -104,7 +104,10 @@ class Rollouts:
 
     def _with_progress(self, task: ObjectRef, label: str) -> Any:
         with self._console.progress(label) as bar:
-            show = lambda: bar.update(*ray.get(self._worker.progress.remote()))
+
+            def show() -> None:
+                bar.update(*ray.get(self._worker.progress.remote()))
+
             return self._waiter.gather([task], who=WHO, on_poll=show)[0]
 
     def record_trained(self, step: int) -> None:

@@ -32,12 +32,11 @@ class Waiter:
         """A server process of the driver itself."""
         self._local[name] = process
 
-    def gather(self, refs: Sequence[ObjectRef], *, on_poll: Callable[[], None] | None = None) -> list[Any]:
-        """Results of `refs` in order.
+    def gather(self, refs: Sequence[ObjectRef], *, who: str, on_poll: Callable[[], None] | None = None) -> list[Any]:
+        """Results of `refs` in order; `who` names their workers in messages (`training rank`).
 
         Raises as soon as one of them fails, although its peers may still wait for it in a collective, and as soon as a
-        watched
-        process ends. `on_poll` is called about twice a second meanwhile.
+        watched process ends. `on_poll` is called about twice a second meanwhile.
         """
         pending: list[ObjectRef] = list(refs)
         while pending:

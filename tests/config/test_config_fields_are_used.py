@@ -1,0 +1,104 @@
+"""A flag without an effect is a defect: every field of the schema is read somewhere outside `rlkit/config/`.
+
+A read is `x.field` where `x` is known to be the field's section: `cfg.optimizer.lr`, or `optimizer.lr` after
+`optimizer = cfg.optimizer`, or a parameter annotated with the section's class. A field that only a property of the
+schema reads counts when that property is read.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlkit.config.fields import PASS_THROUGH, all_fields, sections
+
+ROOT = Path(__file__).parents[2]
+SECTION_OF_CLASS = {cls.__name__: section for section, cls in sections().items()} | {"RunConfig": "run"}
+
+
+def sources() -> Iterator[Path]:
+    for path in [*sorted((ROOT / "rlkit").rglob("*.py")), ROOT / "train.py"]:
+        if "config" not in path.relative_to(ROOT).parts[:2]:
+            yield path
+
+
+def aliases(tree: ast.AST) -> dict[str, str]:
+    """Variable or attribute name -> section, from assignments and annotations of one module."""
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            pairs: list[tuple[ast.expr, ast.expr]] = []
+            for target in node.targets:
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs += zip(target.elts, node.value.elts, strict=True)
+                else:
+                    pairs.append((target, node.value))
+            for target, value in pairs:
+                if isinstance(value, ast.Attribute) and value.attr in sections():
+                    known[last_name(target)] = value.attr
+        elif isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+            annotation = last_name(node.annotation)
+            if annotation in SECTION_OF_CLASS:
+                name = node.arg if isinstance(node, ast.arg) else last_name(node.target)
+                known[name] = SECTION_OF_CLASS[annotation]
+    return known
+
+
+def last_name(node: ast.AST) -> str:
+    """`a.b.c` -> `c`, `c` -> `c`, anything else -> an empty string."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def reads(tree: ast.AST, known: dict[str, str]) -> set[tuple[str, str]]:
+    """(section, attribute) of every attribute read whose owner is known to be a section."""
+    found: set[tuple[str, str]] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            owner = last_name(node.value)
+            section = known.get(owner) or (
+                owner if owner in sections() else "run" if owner in ("cfg", "config") else ""
+            )
+            if section:
+                found.add((section, node.attr))
+    return found
+
+
+def properties() -> dict[tuple[str, str], set[tuple[str, str]]]:
+    """(section, property) of the schema -> what it reads."""
+    table: dict[tuple[str, str], set[tuple[str, str]]] = {}
+    for node in ast.parse((ROOT / "rlkit" / "config" / "schema.py").read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            section = SECTION_OF_CLASS[node.name]
+            for item in node.body:
+                if isinstance(item, ast.FunctionDef):
+                    table[section, item.name] = reads(item, {"self": section})
+    return table
+
+
+@pytest.fixture(scope="module")
+def all_reads() -> set[tuple[str, str]]:
+    found: set[tuple[str, str]] = set()
+    for path in sources():
+        tree = ast.parse(path.read_text())
+        found |= reads(tree, aliases(tree))
+    by_property = properties()
+    waiting = [read for read in found if read in by_property]
+    while waiting:
+        new = by_property[waiting.pop()] - found
+        found |= new
+        waiting += [read for read in new if read in by_property]
+    return found
+
+
+@pytest.mark.parametrize("name", [*all_fields(), PASS_THROUGH])
+def test_field_is_read_outside_the_configuration(all_reads: set[tuple[str, str]], name: str):
+    section = "engine" if name == PASS_THROUGH else all_fields()[name].section
+    assert (section, name) in all_reads, f"{section}.{name} has no effect: nothing outside rlkit/config/ reads it"
+
+
+def test_the_search_does_not_see_what_is_not_there():
+    tree = ast.parse("def f(o: OptimizerConfig, x):\n    y = x.train\n    return o.lr, y.seed, x.lr, x.data.input_key")
+    assert reads(tree, aliases(tree)) == {("optimizer", "lr"), ("train", "seed"), ("data", "input_key")}
