@@ -37,11 +37,11 @@ def print_dry_run(resolved: ResolvedConfig, file: TextIO) -> None:
     ]
     bold, plain = ("\033[1m", "\033[0m") if file.isatty() else ("", "")
     for title, lines in parts:
-        print(f"{bold}{title}{plain}", file=file)
+        print(f"{bold}{_wrapped(title, width)}{plain}", file=file)
         for line in lines:
-            print(line if len(line) <= width else _wrapped(line, width), file=file)
+            print(_wrapped(line, width), file=file)
         print(file=file)
-    print("The configuration is consistent. Dry run: nothing was started.", file=file)
+    print(_wrapped("The configuration is consistent. Dry run: nothing was started.", width), file=file)
 
 
 def configuration_lines(resolved: ResolvedConfig, width: int) -> Iterator[str]:
@@ -214,7 +214,9 @@ def _paragraph(title: str, items: Sequence[str], width: int) -> list[str]:
 
 
 def _wrapped(line: str, width: int) -> str:
-    """A long line with the rest set in under its text; long words, such as paths, stay whole."""
+    """The line, if it is too long with its rest set in below; long words, such as paths, stay whole."""
+    if len(line) <= width:
+        return line
     indent = len(line) - len(line.lstrip()) + 2
     return textwrap.fill(
         line, width=width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False

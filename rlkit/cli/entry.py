@@ -14,7 +14,6 @@ from rlkit.cli.dry_run import print_dry_run
 from rlkit.config.load import load_config, to_json
 from rlkit.config.rules import advice, check_paths
 from rlkit.config.schema import RunConfig
-from rlkit.data.rows import count_rows
 from rlkit.types.errors import ConfigError, RlkitError
 
 EXIT_CONFIG = 2
@@ -52,7 +51,9 @@ def num_steps(cfg: RunConfig) -> int:
     if cfg.rollout.num_rollout is not None:
         return cfg.rollout.num_rollout
     assert cfg.rollout.num_epoch is not None and cfg.data.prompt_data is not None, "a rule of config/rules.py"
-    rows = count_rows(cfg.data.prompt_data)
+    from rlkit.data.jsonl import JsonlRows  # local: numpy, which --help does not need
+
+    rows = len(JsonlRows(cfg.data.prompt_data))
     steps = cfg.rollout.num_epoch * rows // cfg.rollout.rollout_batch_size
     if steps == 0:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """Rows of a JSON Lines file by number, without holding them: an index of byte offsets, and one read per row.
 
-Called by `prompts.py`. Opening a file reads it once, counting lines and hashing; a million rows take under a second and
-16 bytes each. Invariants: rows are separated by `\\n` alone (an optional `\\r` before it is white space), blank lines
-are no rows, and slices count rows as Python counts list items.
+Called by `prompts.py`. Opening a file reads it once, counting lines and hashing; a million rows of 300 bytes take about
+a second, and 24 bytes of memory each. Invariants: rows are separated by `\\n` alone (an optional `\\r` before it is
+white space), blank lines are no rows, and slices count rows as Python counts list items.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from rlkit.types.errors import DataError
 SUFFIX = ".jsonl"
 
 _CHUNK_BYTES = 8 << 20
+_HEAD_BYTES = 1024
 _NEWLINE = ord("\n")
 _WHITE_SPACE = b" \t\r"
 _BOM = b"\xef\xbb\xbf"
@@ -77,7 +78,7 @@ class JsonlRows:
 
 
 def split_slice(path_and_slice: str) -> tuple[str, slice]:
-    """`file@[start:stop]` -> ("file", slice(start, stop)); either bound may be missing or negative, steps are refused."""
+    """`file@[start:stop]` -> ("file", slice(start, stop)). Bounds may be missing or negative; steps are refused."""
     match = _SLICE.fullmatch(path_and_slice)
     if match is None:
         if "@[" in path_and_slice and path_and_slice.endswith("]"):
@@ -106,41 +107,41 @@ def _existing_file(name: str) -> Path:
 
 def _index(path: Path, fd: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], str]:
     """(first byte, end byte, 1-based line number) of every row, and a hash of the whole content."""
-    digest = hashlib.blake2b(digest_size=16)
-    newlines: list[NDArray[np.int64]] = []
-    size = 0
-    while chunk := os.pread(fd, _CHUNK_BYTES, size):
-        if size == 0:
-            _refuse_other_formats(path, chunk)
+    head = os.pread(fd, _HEAD_BYTES, 0)
+    _refuse_other_formats(path, head)
+    offset = len(_BOM) if head.startswith(_BOM) else 0
+    digest = hashlib.sha256(head[:offset])
+    starts: list[NDArray[np.int64]] = []
+    breaks: list[NDArray[np.int64]] = []
+    leads: list[NDArray[np.uint8]] = []  # the first byte of each line, to look closer at those that may be blank
+    begins_line = True
+    while chunk := os.pread(fd, _CHUNK_BYTES, offset):
         digest.update(chunk)
-        newlines.append(np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == _NEWLINE) + size)
-        size += len(chunk)
-    first = len(_BOM) if os.pread(fd, len(_BOM), 0) == _BOM else 0
-    breaks = np.concatenate(newlines) if newlines else np.empty(0, dtype=np.int64)
-    starts = np.concatenate(([first], breaks + 1))
-    ends = np.concatenate((breaks, [size]))
-    is_row = ends > starts
-    for line in np.flatnonzero(is_row & _begins_with_space(fd, starts, size)):
-        text = os.pread(fd, int(ends[line] - starts[line]), int(starts[line]))
+        data = np.frombuffer(chunk, dtype=np.uint8)
+        here = np.flatnonzero(data == _NEWLINE)
+        begins = np.concatenate(([0], here + 1)) if begins_line else here + 1
+        begins_line = bool(data[-1] == _NEWLINE)
+        begins = begins[:-1] if begins_line else begins  # that line begins with the next chunk, if there is one
+        starts.append(begins + offset)
+        breaks.append(here + offset)
+        leads.append(data[begins])
+        offset += len(data)
+    if not starts:
+        nothing = np.empty(0, dtype=np.int64)
+        return nothing, nothing, nothing, digest.hexdigest()
+    all_starts = np.concatenate(starts)
+    all_ends = np.concatenate(breaks if begins_line else [*breaks, np.array([offset])])
+    is_row = all_ends > all_starts
+    spaces = np.frombuffer(_WHITE_SPACE, dtype=np.uint8)
+    for line in np.flatnonzero(is_row & np.isin(np.concatenate(leads), spaces)):
+        text = os.pread(fd, int(all_ends[line] - all_starts[line]), int(all_starts[line]))
         is_row[line] = bool(text.strip(_WHITE_SPACE))
-    return starts[is_row], ends[is_row], np.flatnonzero(is_row) + 1, digest.hexdigest()
+    return all_starts[is_row], all_ends[is_row], np.flatnonzero(is_row) + 1, digest.hexdigest()
 
 
-def _begins_with_space(fd: int, starts: NDArray[np.int64], size: int) -> NDArray[np.bool_]:
-    """Which lines may be blank although they are not empty; looked up chunk by chunk, as lines are too many to read
-    singly.
-    """
-    result = np.zeros(len(starts), dtype=bool)
-    for offset in range(0, size, _CHUNK_BYTES):
-        data = np.frombuffer(os.pread(fd, _CHUNK_BYTES, offset), dtype=np.uint8)
-        low, high = np.searchsorted(starts, (offset, offset + len(data)))
-        result[low:high] = np.isin(data[starts[low:high] - offset], np.frombuffer(_WHITE_SPACE, dtype=np.uint8))
-    return result
-
-
-def _refuse_other_formats(path: Path, chunk: bytes) -> None:
+def _refuse_other_formats(path: Path, head: bytes) -> None:
     for magic, remedy in _WRONG_FORMATS.items():
-        if chunk.startswith(magic):
+        if head.startswith(magic):
             raise DataError(f"{path}: {remedy}")
-    if chunk.removeprefix(_BOM).lstrip().startswith(b"["):
+    if head.removeprefix(_BOM).lstrip().startswith(b"["):
         raise DataError(f"{path}: holds a JSON array; write one JSON object a line")

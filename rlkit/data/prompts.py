@@ -80,18 +80,19 @@ class PromptSource:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. DataError when the file, its slice, the seed or the shuffling has changed
-        since.
+        """Continue where `state` was taken.
+
+        DataError when the content of the file, its slice, the seed or the shuffling has changed since.
         """
         if state.get("format") != _STATE_FORMAT:
-            raise DataError(
-                f"the place in the prompt file has format {state.get('format')!r}, this version reads {_STATE_FORMAT}"
-            )
+            found = state.get("format")
+            raise DataError(f"the place in the prompt file has format {found!r}, this version reads {_STATE_FORMAT}")
         for what, now in self._identity().items():
             if state[what] != now:
                 raise DataError(
-                    f"--prompt-data {self._cfg.prompt_data}: {what} was {state[what]!r} when the checkpoint was saved and is "
-                    f"{now!r} now, so its place in the data means nothing; restore it, or start a new run from those weights"
+                    f"--prompt-data {self._cfg.prompt_data}: {what} was {state[what]!r} when the checkpoint was saved "
+                    f"and is {now!r} now, so its place in the data means nothing; restore it, or start a new run "
+                    "from those weights"
                 )
         self._epoch, self._drawn, self._num_too_long = state["epoch"], state["drawn"], state["num_too_long"]
         self._order = self._order_of(self._epoch)
@@ -108,9 +109,7 @@ class PromptSource:
     def _draw(self) -> Prompt | None:
         """The next row as a prompt, or None when it is too long."""
         if self._drawn == len(self):
-            self._epoch += 1
-            self._drawn = 0
-            self._order = self._order_of(self._epoch)
+            self._begin_epoch(self._epoch + 1)
         position = self._drawn if self._order is None else int(self._order[self._drawn])
         prompt = self._row_to_prompt(position, epoch=self._epoch)
         self._drawn += 1
@@ -118,12 +117,19 @@ class PromptSource:
         if limit is None or len(prompt.token_ids) <= limit:
             return prompt
         self._num_too_long += 1
-        if self._num_too_long == 1 or self._drawn == len(self):
+        if self._num_too_long == 1:
             logger.warning(
-                f"{self._rows.place(position)}: prompt of {len(prompt.token_ids)} tokens left out, --rollout-max-prompt-len is "
-                f"{limit}; {self._num_too_long} left out so far"
+                f"{self._rows.place(position)}: a prompt of {len(prompt.token_ids)} tokens is left out, "
+                f"--rollout-max-prompt-len is {limit}; further ones are counted"
             )
         return None
+
+    def _begin_epoch(self, epoch: int) -> None:
+        if self._num_too_long:
+            told = f"{self._num_too_long} prompts were too long so far, of {len(self)} rows an epoch"
+            logger.info(f"end of epoch {self._epoch}: {told}")
+        self._epoch, self._drawn = epoch, 0
+        self._order = self._order_of(epoch)
 
     def _row_to_prompt(self, position: int, *, epoch: int) -> Prompt:
         row, place = self._rows[position], self._rows.place(position)
@@ -163,8 +169,9 @@ def load_prompts(
     )
     source = PromptSource(own, tokenizer)
     prompts = [prompt for _ in range(len(source)) if (prompt := source._draw()) is not None]
+    left_out = f"{source.num_too_long} of {len(source)} rows are longer than --rollout-max-prompt-len"
     if not prompts:
-        raise DataError(
-            f"{path}: all {len(source)} rows are longer than --rollout-max-prompt-len {cfg.rollout_max_prompt_len}"
-        )
+        raise DataError(f"{path}: {left_out} {cfg.rollout_max_prompt_len}; none is left")
+    if source.num_too_long:
+        logger.warning(f"{path}: {left_out} {cfg.rollout_max_prompt_len} and left out")
     return prompts

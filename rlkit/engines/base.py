@@ -50,3 +50,10 @@ def build_launch(cfg: RunConfig, slot: EngineSlot) -> LaunchSpec:
             return sglang_launch(cfg, slot)
         case _:
             assert_never(kind)
+
+
+def engine_dtype(cfg: RunConfig, slot: EngineSlot) -> str:
+    """`--dtype`, with `auto` resolved by the device: bfloat16 on CUDA, float32 on a CPU."""
+    if cfg.model.dtype != "auto":
+        return cfg.model.dtype
+    return "float32" if slot.device == "cpu" else "bfloat16"

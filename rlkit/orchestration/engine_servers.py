@@ -26,7 +26,11 @@ READY_POLL_S = 0.2
 
 
 class EngineServer:
-    """Starts, probes and stops one engine process on its node. Threaded: `watch` blocks while the process lives."""
+    """Starts, probes and stops one engine process on its node.
+
+    A threaded actor, because `watch` blocks while the process lives. One `async def` in here would make it an asyncio
+    actor instead, whose methods all share one thread.
+    """
 
     def __init__(self, cfg: RunConfig, run_dir: Path, index: int) -> None:
         claim_output(run_dir, f"engine{index}_actor")
@@ -54,24 +58,10 @@ class EngineServer:
         spec = build_launch(self._cfg, slot)
         self._process = ServerProcess(spec.argv, env=spec.env, log_path=self._log_path)
         url = f"http://{host}:{port}"
-        asyncio.run(self._wait_until_ready(url, self._process))
+        asyncio.run(
+            wait_until_ready(url, self._process, self._index, timeout_s=self._cfg.engine.engine_start_timeout_s)
+        )
         return url
-
-    async def _wait_until_ready(self, url: str, process: ServerProcess) -> None:
-        deadline = time.monotonic() + self._cfg.engine.engine_start_timeout_s
-        async with EngineClient(url, timeout_s=30.0) as client:
-            while not await client.is_alive():
-                if process.exit_status() is not None:
-                    raise EngineError(
-                        f"engine {self._index} ended with status {process.exit_status()} while starting; "
-                        f"the end of {process.log_path}:\n{process.tail()}"
-                    )
-                if time.monotonic() > deadline:
-                    raise EngineError(
-                        f"engine {self._index} did not answer within {self._cfg.engine.engine_start_timeout_s:.0f} s "
-                        f"(--engine-start-timeout-s); the end of {process.log_path}:\n{process.tail()}"
-                    )
-                await asyncio.sleep(READY_POLL_S)
 
     def watch(self) -> str:
         """Blocks while the process lives; then says how it ended."""
@@ -82,6 +72,24 @@ class EngineServer:
     def stop(self) -> None:
         if self._process is not None:
             self._process.stop()
+
+
+async def wait_until_ready(url: str, process: ServerProcess, index: int, *, timeout_s: float) -> None:
+    """Until the engine answers; EngineError with the end of its log when it ends or takes too long."""
+    deadline = time.monotonic() + timeout_s
+    async with EngineClient(url, timeout_s=30.0) as client:
+        while not await client.is_alive():
+            if process.exit_status() is not None:
+                raise EngineError(
+                    f"engine {index} ended with status {process.exit_status()} while starting; "
+                    f"the end of {process.log_path}:\n{process.tail()}"
+                )
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"engine {index} did not answer within {timeout_s:.0f} s (--engine-start-timeout-s); "
+                    f"the end of {process.log_path}:\n{process.tail()}"
+                )
+            await asyncio.sleep(READY_POLL_S)
 
 
 RemoteEngineServer: Any = ray.remote(EngineServer)

@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ray import ObjectRef
 
+from rlkit.config.rules import check_on
 from rlkit.config.schema import RunConfig
 from rlkit.observability.console import Console
 from rlkit.observability.spans import Spans
@@ -26,6 +28,7 @@ from rlkit.orchestration.router import register_engines, start_router
 from rlkit.orchestration.train_workers import TrainGroup
 from rlkit.orchestration.waiting import Waiter
 from rlkit.sync.updater import WeightUpdater
+from rlkit.types.errors import ConfigError
 from rlkit.types.ranks import EngineEndpoint, InitReport
 
 
@@ -53,6 +56,9 @@ class Startup:
         self._waiter = Waiter()
         self._layout = plan_layout(cfg)
         self._device = resolve_device(cfg)
+        problems = check_on(cfg, self._device)
+        if problems:
+            raise ConfigError("\n".join(problems))
 
     def run(self, checkpoint: Checkpoint | None, *, weight_version: int) -> Fleet:
         began = time.perf_counter()
@@ -146,7 +152,7 @@ class Startup:
         )
 
 
-def resolve_device(cfg: RunConfig) -> str:
+def resolve_device(cfg: RunConfig) -> Literal["cpu", "cuda"]:
     """`cuda` or `cpu`."""
     if cfg.cluster.device != "auto":
         return cfg.cluster.device

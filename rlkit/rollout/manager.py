@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from rlkit.config.schema import RunConfig
 from rlkit.data.prompts import PromptSource
-from rlkit.data.sft import sft_sample
+from rlkit.data.sft import fill_in_label
 from rlkit.data.tokenizer import eos_token_ids, load_tokenizer
 from rlkit.engines.client import EngineClient, RouterClient
 from rlkit.observability.ledger import Ledger, LedgerEvent
@@ -122,7 +122,14 @@ class RolloutManager:
         if cfg.starts_engines:
             assert router_url is not None and engine_urls, "this config starts engines, so there are addresses"
             self._serving = Serving.open(cfg, router_url, engine_urls)
-        self._eval_datasets: list[EvalDataset] | None = None
+        self._eval_datasets: list[EvalDataset] = []
+        if cfg.evaluation.eval_interval is not None:
+            if self._serving is not None:
+                self._eval_datasets = load_eval_datasets(cfg, self._tokenizer)
+            else:
+                logger.warning(
+                    "no engines, so --eval-interval has no effect: SFT and replayed rollouts evaluate nothing"
+                )
 
     async def generate(self, step: int) -> RolloutBatch:
         """The rollout of one step, packed for every rank.
@@ -145,14 +152,9 @@ class RolloutManager:
         return RolloutBatch(shards=shards, metrics=metrics)
 
     async def evaluate(self, step: int) -> MetricSet:
-        """`eval/...` of the weights that the engines hold. Without engines an empty set, said aloud once."""
+        """`eval/...` of the weights that the engines hold; empty without engines."""
         if self._serving is None:
-            if self._eval_datasets is None:
-                logger.warning("no engines, no evaluation: --eval-interval has no effect on SFT and replayed rollouts")
-                self._eval_datasets = []
             return {}
-        if self._eval_datasets is None:
-            self._eval_datasets = load_eval_datasets(self._cfg, self._tokenizer)
         with self._spans(SpanName.EVALUATE):
             await self._serving.start_graders()
             return await evaluate(

@@ -10,6 +10,7 @@ import pytest
 
 from rlkit.cli.dry_run import layout_lines, print_dry_run
 from rlkit.cli.model_size import model_size
+from rlkit.config.fields import all_fields
 from rlkit.config.load import load_config
 from rlkit.orchestration.layout import plan_layout
 
@@ -35,23 +36,20 @@ def part(text: str, title: str) -> list[str]:
 
 
 def test_values_stand_beside_their_origin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    recipe = tmp_path / "r.toml"
-    recipe.write_text("lr = 2e-6\n[sglang]\nmem_fraction_static = 0.7")
-    text = dry_run(monkeypatch, *SPLIT, "--config", str(recipe), "--rollout-stop", "A", "B", "--no-rollout-shuffle")
+    monkeypatch.chdir(tmp_path)
+    Path("r.toml").write_text("lr = 2e-6\n[sglang]\nmem_fraction_static = 0.7")
+    text = dry_run(monkeypatch, *SPLIT, "--config", "r.toml", "--rollout-stop", "A", "B", "--no-rollout-shuffle")
     rows = {line.split()[0]: line.split() for line in part(text, "Configuration") if line.startswith("    ")}
-    assert rows["lr"] == ["lr", "2e-06", "file", str(recipe)]
-    assert rows["sglang_mem_fraction_static"] == ["sglang_mem_fraction_static", "0.7", "file", str(recipe)]
+    assert rows["lr"] == ["lr", "2e-06", "file", "r.toml"]
+    assert rows["sglang_mem_fraction_static"] == ["sglang_mem_fraction_static", "0.7", "file", "r.toml"]
     assert rows["rollout_stop"] == ["rollout_stop", "A", "B", "command", "line"]
     assert rows["rollout_shuffle"] == ["rollout_shuffle", "false", "command", "line"]
     assert "min_lr 0.0" in " ".join(text.split())
 
 
-def test_every_field_is_shown_once(monkeypatch: pytest.MonkeyPatch):
-    from rlkit.config.fields import all_fields
-
-    words = "\n".join(part(dry_run(monkeypatch, *SPLIT), "Configuration")).replace("defaults: ", "").split()
-    for name in all_fields():
-        assert words.count(name) == (2 if name in ("rollout", "save", "load") else 1) or name in ("save", "load"), name
+def test_every_field_is_shown(monkeypatch: pytest.MonkeyPatch):
+    words = "\n".join(part(dry_run(monkeypatch, *SPLIT), "Configuration")).split()
+    assert set(all_fields()) <= set(words)
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120, 300])

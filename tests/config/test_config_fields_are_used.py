@@ -23,26 +23,32 @@ def sources() -> Iterator[Path]:
             yield path
 
 
-def aliases(tree: ast.AST) -> dict[str, str]:
-    """Variable or attribute name -> section, from assignments and annotations of one module."""
-    known: dict[str, str] = {}
+def aliases(tree: ast.AST) -> dict[str, set[str]]:
+    """Variable or attribute name -> sections, from annotations and assignments of one module."""
+    known: dict[str, set[str]] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            pairs: list[tuple[ast.expr, ast.expr]] = []
-            for target in node.targets:
-                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                    pairs += zip(target.elts, node.value.elts, strict=True)
-                else:
-                    pairs.append((target, node.value))
-            for target, value in pairs:
-                if isinstance(value, ast.Attribute) and value.attr in sections():
-                    known[last_name(target)] = value.attr
-        elif isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
-            annotation = last_name(node.annotation)
-            if annotation in SECTION_OF_CLASS:
+        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+            section = SECTION_OF_CLASS.get(last_name(node.annotation))
+            if section is not None:
                 name = node.arg if isinstance(node, ast.arg) else last_name(node.target)
-                known[name] = SECTION_OF_CLASS[annotation]
+                known.setdefault(name, set()).add(section)
+    for target, value in assignments(tree):
+        owner = last_name(value)
+        if isinstance(value, ast.Attribute) and owner in sections():  # optimizer = cfg.optimizer
+            known.setdefault(last_name(target), set()).add(owner)
+        elif owner in known:  # self._cfg = cfg, of an annotated cfg
+            known.setdefault(last_name(target), set()).update(known[owner])
     return known
+
+
+def assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """(target, value) of every assignment, tuples taken apart."""
+    for node in ast.walk(tree):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                yield from zip(target.elts, node.value.elts, strict=True)
+            else:
+                yield target, node.value
 
 
 def last_name(node: ast.AST) -> str:
@@ -52,17 +58,14 @@ def last_name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def reads(tree: ast.AST, known: dict[str, str]) -> set[tuple[str, str]]:
+def reads(tree: ast.AST, known: dict[str, set[str]]) -> set[tuple[str, str]]:
     """(section, attribute) of every attribute read whose owner is known to be a section."""
     found: set[tuple[str, str]] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = last_name(node.value)
-            section = known.get(owner) or (
-                owner if owner in sections() else "run" if owner in ("cfg", "config") else ""
-            )
-            if section:
-                found.add((section, node.attr))
+            itself = {owner} if owner in sections() else {"run"} if owner in ("cfg", "config") else set[str]()
+            found |= {(section, node.attr) for section in known.get(owner, itself)}
     return found
 
 
@@ -74,7 +77,7 @@ def properties() -> dict[tuple[str, str], set[tuple[str, str]]]:
             section = SECTION_OF_CLASS[node.name]
             for item in node.body:
                 if isinstance(item, ast.FunctionDef):
-                    table[section, item.name] = reads(item, {"self": section})
+                    table[section, item.name] = reads(item, {"self": {section}})
     return table
 
 
@@ -100,5 +103,15 @@ def test_field_is_read_outside_the_configuration(all_reads: set[tuple[str, str]]
 
 
 def test_the_search_does_not_see_what_is_not_there():
-    tree = ast.parse("def f(o: OptimizerConfig, x):\n    y = x.train\n    return o.lr, y.seed, x.lr, x.data.input_key")
-    assert reads(tree, aliases(tree)) == {("optimizer", "lr"), ("train", "seed"), ("data", "input_key")}
+    source = (
+        "def f(o: OptimizerConfig, x):\n    y, self._z = x.train, o\n    return o.lr, y.seed, x.lr, x.data.input_key"
+    )
+    tree = ast.parse(source + ", self._z.min_lr, x.adam_eps, cfg.batch_size")
+    found = {
+        ("optimizer", "lr"),
+        ("train", "seed"),
+        ("data", "input_key"),
+        ("optimizer", "min_lr"),
+        ("run", "batch_size"),
+    }
+    assert reads(tree, aliases(tree)) == found

@@ -22,7 +22,7 @@ def on_disk(tmp_path: Path) -> dict[str, Any]:
     """Fields of a run whose files are all there."""
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 2048, "num_attention_heads": 6}))
+    (model / "config.json").write_text(json.dumps({"num_attention_heads": 6}))
     for name in ("train.jsonl", "test.jsonl", "grade.py"):
         (tmp_path / name).touch()
     return {
@@ -54,7 +54,6 @@ def test_nothing_is_missing(make_config: Make, on_disk: dict[str, Any]):
         ({"load_debug_rollout_data": "{tmp}/no.jsonl"}, "there is no file {tmp}/no.jsonl"),
         ({"load_debug_rollout_data": "{tmp}/n_{{rollout_id}}", "start_rollout_id": 3}, "there is no file {tmp}/n_3"),
         ({"output_dir": "{tmp}/train.jsonl"}, "is a file, not a folder; choose another --output-dir"),
-        ({"rollout_max_context_len": 2049}, "more than the model's max_position_embeddings = 2048"),
         (
             {"rollout_num_gpus_per_engine": 4, "actor_num_gpus_per_node": 4},
             "splits attention 4 ways, but the model has num_attention_heads = 6",
@@ -82,7 +81,6 @@ def test_missing_path_is_named(
         {"ref_load": "no/ref/here"},
         {"rm_type": None, "custom_rm_path": "package.module.function"},
         {"load_debug_rollout_data": "later_{rollout_id}.jsonl", "prompt_data": "no.jsonl"},
-        {"rollout_max_context_len": 2048},
         {"rollout_num_gpus_per_engine": 2},
         {"rollout_num_gpus_per_engine": 8, "actor_num_gpus_per_node": 8, "sglang": {"pp_size": 4}},
     ],

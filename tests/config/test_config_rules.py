@@ -93,13 +93,8 @@ EXAMPLES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
             {**SPLIT, "actor_num_gpus_per_node": 4, "rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 4},
         ),
         (
-            {
-                "actor_num_nodes": 2,
-                "actor_num_gpus_per_node": 8,
-                "rollout_num_gpus": 12,
-                "rollout_num_gpus_per_engine": 12,
-            },
             {"actor_num_nodes": 2, "actor_num_gpus_per_node": 8, "rollout_num_gpus_per_engine": 16},
+            {"actor_num_nodes": 2, "actor_num_gpus_per_node": 8, "rollout_num_gpus_per_engine": 8},
         ),
     ],
     "transport_fits_placement": [

@@ -49,12 +49,16 @@ def engines_stay_on_their_nodes(cfg: RunConfig) -> str | None:
     width, per_node = cfg.cluster.rollout_num_gpus_per_engine, cfg.cluster.slots_per_node
     if not cfg.starts_engines or cfg.cluster.engine_num_gpus % width:
         return None
+    if width > per_node:
+        return (
+            f"rollout_num_gpus_per_engine = {width} is more than the {per_node} GPUs of a node, and an engine lies on"
+            " one node; lower --rollout-num-gpus-per-engine"
+        )
     first = cfg.cluster.actor_num_gpus if cfg.starts_trainer and not cfg.cluster.colocate else 0
     for index in range(cfg.cluster.num_engines):
         begin = first + index * width
         end = begin + width - 1
-        fits = begin // per_node == end // per_node if width <= per_node else begin % per_node == width % per_node == 0
-        if not fits:
+        if begin // per_node != end // per_node:
             return (
                 f"engine {index} (rollout_num_gpus_per_engine = {width}) would lie across a node boundary: GPUs"
                 f" {begin} to {end} with {per_node} GPUs to a node; use an engine size that divides {per_node},"

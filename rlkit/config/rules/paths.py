@@ -76,28 +76,19 @@ def output_folders_can_be_made(cfg: RunConfig) -> list[str]:
     ]
 
 
-def model_fits_the_flags(cfg: RunConfig) -> list[str]:
-    """What config.json says about the context length and the attention heads, where the folder is there."""
+def attention_heads_split_evenly(cfg: RunConfig) -> list[str]:
+    """The heads that config.json states divide over the GPUs of an engine, where the folder is there."""
     model = read_model_config(cfg.model.hf_checkpoint)
-    if model is None:
-        return []
-    found: list[str] = []
-    longest, asked = model.get("max_position_embeddings"), cfg.rollout.rollout_max_context_len
-    if isinstance(longest, int) and asked is not None and asked > longest:
-        found.append(
-            f"rollout_max_context_len = {asked} is more than the model's max_position_embeddings = {longest};"
-            f" pass --rollout-max-context-len {longest} or less"
-        )
-    heads = model.get("num_attention_heads")
+    heads = model.get("num_attention_heads") if model is not None else None
     tensor = cfg.cluster.rollout_num_gpus_per_engine // cfg.engine.sglang.get("pp_size", 1)
     attention = tensor // cfg.engine.sglang.get("dp_size", 1)
-    if isinstance(heads, int) and cfg.starts_engines and heads % attention:
-        found.append(
-            f"rollout_num_gpus_per_engine = {cfg.cluster.rollout_num_gpus_per_engine} splits attention {attention}"
-            f" ways, but the model has num_attention_heads = {heads}; pass a --rollout-num-gpus-per-engine that divides"
-            " it"
-        )
-    return found
+    if not isinstance(heads, int) or not cfg.starts_engines or heads % attention == 0:
+        return []
+    width = cfg.cluster.rollout_num_gpus_per_engine
+    return [
+        f"rollout_num_gpus_per_engine = {width} splits attention {attention} ways, but the model has"
+        f" num_attention_heads = {heads}; pass a --rollout-num-gpus-per-engine that divides it"
+    ]
 
 
 def read_model_config(folder: str) -> dict[str, Any] | None:
@@ -116,5 +107,5 @@ PATH_RULES = (
     resumed_folder_is_there,
     replayed_rollout_is_there,
     output_folders_can_be_made,
-    model_fits_the_flags,
+    attention_heads_split_evenly,
 )

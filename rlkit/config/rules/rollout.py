@@ -148,7 +148,7 @@ def evaluation_data_is_in_pairs(cfg: RunConfig) -> str | None:
         if not _EVAL_NAME.fullmatch(name) or name.endswith((".jsonl", ".json", ".parquet")):
             return f"eval_prompt_data: {name!r} is no name for metrics; pass --eval-prompt-data NAME PATH ..."
         if names.count(name) > 1:
-            return f"eval_prompt_data names {name!r} {names.count(name)} times; give every set of --eval-prompt-data its own"
+            return f"eval_prompt_data names {name!r} {names.count(name)} times; give each set of --eval-prompt-data one"
     return None
 
 

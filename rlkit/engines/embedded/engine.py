@@ -24,8 +24,8 @@ from torch import Tensor
 from rlkit.engines.embedded.model import ModelRunner
 from rlkit.engines.embedded.request import EngineRequest, aborted
 from rlkit.engines.embedded.sampling import SamplingBatch, sample, uniform_numbers
-from rlkit.engines.embedded.scoring import add_input_logprobs, prompt_piece
 from rlkit.engines.embedded.scheduler import PlannedPiece, Ready, Scheduler
+from rlkit.engines.embedded.scoring import add_input_logprobs, prompt_piece
 from rlkit.engines.embedded.weights import WeightStore
 from rlkit.types.errors import EngineError
 

@@ -85,7 +85,8 @@ class ModelRunner:
     def check_against_transformers(self) -> int:
         """Compare a prefill in two pieces and three decode steps with transformers' own attention.
 
-        Returns the cache's bytes per token. EngineError when this architecture needs more than plain (grouped, sliding-window) causal attention.
+        Returns the cache's bytes per token. EngineError when this architecture needs more than
+        plain (grouped, sliding-window) causal attention.
         """
         ids = [(17 * i + 3) % self.vocab_size for i in range(11)]
         try:
@@ -141,13 +142,14 @@ def _blocks(pieces: Sequence[PromptPiece]) -> tuple[list[PrefillBlock], list[int
 def load_model(path: str, *, device: str, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
     """The checkpoint in `path`, on `device`, with the slot attention. EngineError when weights are missing."""
     register()
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=DTYPES[dtype],
         attn_implementation=ATTENTION_NAME,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
     )
+    model, info = loaded
     if info["missing_keys"] or info["mismatched_keys"]:
         raise EngineError(f"{path}: tensors missing {info['missing_keys']}, of another shape {info['mismatched_keys']}")
     return model.to(torch.device(device)).eval().requires_grad_(False)

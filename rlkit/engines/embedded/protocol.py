@@ -25,10 +25,25 @@ RESERVED_FOR_OUTPUT = 2
 """Positions at the end of the context that a response never fills."""
 
 WITHOUT_EFFECT = frozenset(
-    # SGLang fields that change nothing in an answer of a single text model.
-    "model log_metrics no_logs background priority extra_key routing_key conversation_id session_id custom_labels "
-    "return_bytes data_parallel_rank routed_dp_rank received_time http_worker_ipc".split()
+    {
+        "model",
+        "log_metrics",
+        "no_logs",
+        "background",
+        "priority",
+        "extra_key",
+        "routing_key",
+        "conversation_id",
+        "session_id",
+        "custom_labels",
+        "return_bytes",
+        "data_parallel_rank",
+        "routed_dp_rank",
+        "received_time",
+        "http_worker_ipc",
+    }
 )
+"""SGLang fields that change nothing in an answer of a single text model."""
 SAMPLING_WITHOUT_EFFECT = frozenset({"spaces_between_special_tokens", "stream_interval", "custom_params"})
 NEUTRAL_SAMPLING = {"n": 1, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 """Parameters that only their neutral value is taken of: log-probs of a penalised distribution cannot be trained on."""

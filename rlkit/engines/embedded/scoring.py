@@ -1,4 +1,7 @@
-"""Log-probs of prompt tokens: which logits a prefill pass has to keep for them, and what they give. Used by `engine.py`."""
+"""Log-probs of prompt tokens: which logits a prefill pass has to keep for them, and what they give.
+
+Used by `engine.py`.
+"""
 
 import torch
 from torch import Tensor

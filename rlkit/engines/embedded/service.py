@@ -125,10 +125,10 @@ class Service:
         """The last output; None when the client closed the connection before."""
 
         async def last() -> Output | None:
-            final = None
-            async for final in self.outputs(engine_request):
-                pass
-            return final
+            newest = None
+            async for output in self.outputs(engine_request):
+                newest = output
+            return newest
 
         answered, left = asyncio.ensure_future(last()), asyncio.ensure_future(_disconnected(request))
         try:
