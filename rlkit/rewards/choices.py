@@ -30,6 +30,7 @@ _NEGATED = re.compile(
     r"(?:\bnot|n't|\bnever|\bneither|\bthan|\brather than|\binstead of)\s+(?:be\s+|option\s+|choice\s+|the\s+)?[(\[]?$",
     re.IGNORECASE,
 )
+_SECOND_LETTER = re.compile(r"\s*[,/&]\s*[(\[]?[A-Z][)\]]?\s*")
 _HEDGED = re.compile(r"\s*(?:,|/|&|\bor\b|\band\b|\bor maybe\b)\s*", re.IGNORECASE)
 
 
@@ -81,19 +82,23 @@ def _choice_texts(metadata: Mapping[str, object]) -> dict[str, str]:
 
 def _correct_letter(label: object, texts: Mapping[str, str], metadata: Mapping[str, object]) -> str | None:
     explicit = metadata.get("correct_letter")
-    if isinstance(explicit, str) and explicit.strip():
+    if isinstance(explicit, str) and _is_letter(explicit.strip().upper()):
         return explicit.strip().upper()
     if isinstance(label, int) and not isinstance(label, bool):
         letters = list(texts) or list(string.ascii_uppercase[:4])
         return letters[label] if 0 <= label < len(letters) else None
     for text in label_texts(label):
-        by_text = [letter for letter, choice in texts.items() if choice and _same_words(choice, text)]
         stripped = _undecorate(text).strip(" ()[].:").upper()
-        if len(stripped) == 1 and stripped in (texts or string.ascii_uppercase):
+        if _is_letter(stripped) and (not texts or stripped in texts):
             return stripped
-        if by_text:
-            return by_text[0]
+        by_text = _letter_of_text(text, texts)
+        if by_text is not None:
+            return by_text
     return None
+
+
+def _is_letter(text: str) -> bool:
+    return len(text) == 1 and text in string.ascii_uppercase
 
 
 def _stated_letter(text: str, texts: Mapping[str, str]) -> str | None:
@@ -105,6 +110,8 @@ def _stated_letter(text: str, texts: Mapping[str, str]) -> str | None:
         clause = clause[: end.start() + 1] if end else clause
         tokens = [match for match in _TOKEN.finditer(clause) if _is_choice_token(match, clause, texts, lower_case=True)]
         if not tokens:
+            named = _letter_of_text(re.sub(r"^\s*(?:is|:|=)\s*", "", clause), texts)
+            stated = named or stated
             continue
         first = tokens[0]
         hedge = _HEDGED.match(clause, first.end())
@@ -137,14 +144,19 @@ def _is_choice_token(match: re.Match[str], text: str, texts: Mapping[str, str], 
 def _letter_of_short_answer(text: str, texts: Mapping[str, str]) -> str | None:
     """Letter of an answer that is little more than it: `C`, `(C)`, `C: the third one`, or the text of a choice."""
     text = _undecorate(text).strip()
-    match = re.fullmatch(r"[(\[]?([A-Za-z])[)\]]?(?:\s*[.:),-].*|\s*)", text, re.DOTALL)
+    match = re.fullmatch(r"[(\[]?([A-Za-z])[)\]]?(?P<rest>\s*[.:),-].*|\s*)", text, re.DOTALL)
     if match and match[1].upper() in texts and (len(text) <= 4 or match[1].isupper()):
-        return match[1].upper()
-    named = [letter for letter, choice in texts.items() if choice and _same_words(choice, text)]
-    if len(named) == 1:
-        return named[0]
+        return None if _SECOND_LETTER.fullmatch(match["rest"]) else match[1].upper()
+    named = _letter_of_text(text, texts)
+    if named is not None:
+        return named
     match = re.fullmatch(r"(?:option|choice|answer)\s*[:=]?\s*[(\[]?([A-Za-z])[)\]]?\.?", text, re.IGNORECASE)
     return match[1].upper() if match and match[1].upper() in texts else None
+
+
+def _letter_of_text(text: str, texts: Mapping[str, str]) -> str | None:
+    named = [letter for letter, choice in texts.items() if choice and _same_words(choice, text)]
+    return named[0] if len(named) == 1 else None
 
 
 def _undecorate(text: str) -> str:

@@ -164,7 +164,8 @@ class GraderPool:
         except _UnscoredError as error:
             if error.reason != "timeout":
                 raise
-            # The expression is to blame, not the machine: the limit counts processor time. No equality shown is a 0, as in `grade`.
+            # The expression is to blame, not the machine: the limit counts processor time. As in `grade`, what cannot
+            # be shown to be equal scores 0.
             self._counts["algebra_limit"] += 1
             verdict = False
         self._memory.put(pair, verdict)

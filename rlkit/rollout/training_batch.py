@@ -90,13 +90,13 @@ def check_trainable(groups: Sequence[SampleGroup], collected: Collected, *, step
     if reasons["unscored"]:
         example = next(s for s in samples if untrained_reason(s, require_reward=require_reward) == "unscored")
         raise RewardError(
-            f"{start}. The grader said: {str(collected.grade_error)[:_EXCERPT]}. "
-            f"Example response: {example.response[:_EXCERPT]!r} (label {str(example.label)[:_EXCERPT]!r}). "
+            f"{start}. The grader said: {_excerpt(collected.grade_error)}. "
+            f"Example response: {_excerpt(example.response)!r} (label {_excerpt(example.label)!r}). "
             "Check --rm-type or --custom-rm-path, --reward-key and --label-key"
         )
     if reasons[SampleStatus.FAILED] or reasons[SampleStatus.ABORTED]:
         raise EngineError(
-            f"{start}. The last engine error: {str(collected.engine_error)[:_EXCERPT]}. "
+            f"{start}. The last engine error: {_excerpt(collected.engine_error)}. "
             "The engines' own words are in logs/ of the run folder"
         )
     if reasons["no_room"]:
@@ -108,3 +108,9 @@ def check_trainable(groups: Sequence[SampleGroup], collected: Collected, *, step
     raise DataError(
         f"{start}: every response token is masked, or there is none. Check the label column and the loss mask"
     )
+
+
+def _excerpt(value: object) -> str:
+    """Both ends of a long text: a traceback says where at its beginning and what at its end."""
+    text = str(value)
+    return text if len(text) <= _EXCERPT else f"{text[: _EXCERPT // 3]} ... {text[-_EXCERPT * 2 // 3 :]}"

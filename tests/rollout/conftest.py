@@ -1,14 +1,14 @@
-"""A checkpoint folder without weights, a prompt file, and a manager over fake engines."""
+"""A checkpoint folder without weights, a prompt file, and configs over them."""
 
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine_server import EOS, FakeEngine, running_engine, running_router
+from fake_engine_server import EOS
+from managed_rollouts import ALPHABET
 
 from rlkit.config.schema import (
     AlgoConfig,
@@ -22,10 +22,6 @@ from rlkit.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from rlkit.observability.spans import Spans
-from rlkit.rollout.manager import RolloutManager
-
-ALPHABET = "0123456789+= "
 
 
 @pytest.fixture(scope="session")
@@ -72,36 +68,3 @@ def make_run(checkpoint_dir: Path, prompt_file: Path) -> Callable[..., RunConfig
         return replace(cfg, **{name: replace(getattr(cfg, name), **changes) for name, changes in sections.items()})
 
     return make
-
-
-def calculator(*, right: Callable[[int], bool] = lambda seed: seed % 2 == 0) -> Callable[[dict[str, Any]], Any]:
-    """Speech of an engine that does the sum of its prompt: right where `right(seed)`, else one too much."""
-
-    def speak(body: dict[str, Any]) -> tuple[list[int], str]:
-        question = "".join(ALPHABET[token - 2] for token in body["input_ids"])
-        a, b = question.rstrip("=").split("+")
-        text = str(int(a) + int(b) + (not right(body["sampling_params"]["sampling_seed"])))
-        return [ALPHABET.index(digit) + 2 for digit in text] + [EOS], text
-
-    return speak
-
-
-@asynccontextmanager
-async def managed(
-    cfg: RunConfig, run_dir: Path, engine: FakeEngine | None = None, *, dp: int = 1, **more: Any
-) -> AsyncIterator[RolloutManager]:
-    """A manager on one fake engine behind the fake router; without an engine where the config starts none."""
-    if engine is None:
-        manager = RolloutManager(cfg, run_dir=run_dir, dp=dp, router_url=None, engine_urls=[], spans=Spans(), **more)
-        try:
-            yield manager
-        finally:
-            await manager.close()
-        return
-    more.setdefault("spans", Spans())
-    async with running_engine(engine), running_router([engine.url]) as router_url:
-        manager = RolloutManager(cfg, run_dir=run_dir, dp=dp, router_url=router_url, engine_urls=[engine.url], **more)
-        try:
-            yield manager
-        finally:
-            await manager.close()

@@ -1,13 +1,12 @@
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_engine_server import EOS, FakeEngine, count_up, running_engine, running_router
+from managed_rollouts import bug_case
 
 import rlkit.rollout.generator as generator_module
 from rlkit.engines.client import EngineClient, RouterClient
@@ -16,12 +15,6 @@ from rlkit.types.errors import EngineError
 from rlkit.types.generation import FinishReason, Generation, SamplingParams
 from rlkit.types.samples import Sample, SampleStatus
 
-CASES = {
-    case["id"]: case
-    for case in map(
-        json.loads, (Path(__file__).parents[1] / "data" / "cases.jsonl").read_text("utf-8").split("\n")[:-1]
-    )
-}
 SAMPLING = SamplingParams(max_new_tokens=32, stop_token_ids=(EOS,))
 
 
@@ -258,7 +251,7 @@ def test_a_lost_engine_costs_reissues_only():
 
 
 def test_rr04_a_dead_engine_does_not_take_the_abort_down(caplog: pytest.LogCaptureFixture):
-    case = CASES["rr-04"]
+    case = bug_case("rr-04")
     pending = list(case["input"]["pending"].values())
 
     async def main() -> tuple[list[list[Sample]], list[FakeEngine]]:
@@ -356,7 +349,7 @@ def test_abort_does_not_wait_for_a_hung_engine():
 
 
 def test_rr01_a_continued_response_gets_the_remaining_budget():
-    case = CASES["rr-01"]
+    case = bug_case("rr-01")
     limit = case["input"]["max_response_len"]
     sampling = SamplingParams(max_new_tokens=limit, stop_token_ids=(EOS,))
 
@@ -389,9 +382,9 @@ def test_remaining_tokens_counts_the_context_from_prompt_and_response():
     assert remaining_tokens(sample, max_response_len=100, max_context_len=80) == -7
 
 
-@pytest.mark.parametrize("mask_previous", CASES["rr-02"]["input"]["mask_offpolicy_in_partial_rollout"])
+@pytest.mark.parametrize("mask_previous", bug_case("rr-02")["input"]["mask_offpolicy_in_partial_rollout"])
 def test_rr02_the_mask_grows_with_the_response(mask_previous: bool):
-    case = CASES["rr-02"]
+    case = bug_case("rr-02")
     sample = new_sample()
     masks = []
     for version, turn in enumerate(case["input"]["turns"]):

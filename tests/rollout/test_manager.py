@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import calculator, managed  # pyright: ignore[reportAttributeAccessIssue]
 from fake_engine_server import EOS, FakeEngine
+from managed_rollouts import calculator, managed
 
 import rlkit.rollout.generator as generator_module
 from rlkit.algo.advantages import group_advantages
 from rlkit.config.schema import RunConfig
 from rlkit.observability.ledger import LedgerEvent, read_ledger
 from rlkit.observability.spans import Spans
+from rlkit.rewards.pool import GradeResult, GraderPool
 from rlkit.rollout.debug_data import load_rollout
 from rlkit.rollout.manager import RolloutBatch
 from rlkit.types.batches import PackedBatch
@@ -350,30 +351,26 @@ def test_malformed_eval_pairs_are_refused(make_run: MakeRun, tmp_path: Path, pai
 # ---- overlap ---------------------------------------------------------------------------------------------------------
 
 
-def test_grading_starts_while_other_samples_still_generate(make_run: MakeRun, tmp_path: Path):
-    engine = FakeEngine(speech=calculator())
+def test_grading_starts_while_other_samples_still_generate(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class SlowStart(FakeEngine):
+        """Answers its first request last."""
+
+        async def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+            if len(self.requests) == 1:
+                while len(graded) < 11:
+                    await asyncio.sleep(0.005)
+            return await super()._answer(body)
+
+    engine = SlowStart(speech=calculator())
     graded: list[int] = []
+    grade = GraderPool.grade
 
-    class Recording:
-        """The pool's `grade`, noting how many requests are still running."""
+    async def recorded(pool: GraderPool, sample: Sample, *, evaluation: bool = False) -> GradeResult:
+        graded.append(engine.num_running)
+        return await grade(pool, sample, evaluation=evaluation)
 
-        def __init__(self, inner: Any) -> None:
-            self.inner = inner
-
-        async def grade(self, sample: Sample, *, evaluation: bool = False) -> Any:
-            graded.append(engine.num_running)
-            return await self.inner.grade(sample, evaluation=evaluation)
-
-        def counters(self) -> dict[str, int]:
-            return self.inner.counters()
-
-    async def main() -> None:
-        engine.hang_s = 0.02
-        cfg = make_run(engine={"sglang_server_concurrency": 2})
-        async with managed(cfg, tmp_path, engine) as manager:
-            collector = manager._serving.collector
-            collector._graders = Recording(collector._graders)
-            await manager.generate(0)
-
-    run(main())
-    assert len(graded) == 12 and sum(running > 0 for running in graded) >= 6
+    monkeypatch.setattr(GraderPool, "grade", recorded)
+    run(rollouts(make_run(), tmp_path, engine, steps=range(1)))
+    assert len(graded) == 12 and all(running >= 1 for running in graded[:11])

@@ -1,21 +1,13 @@
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
+from managed_rollouts import bug_case
 
 from rlkit.rollout.metrics import is_zero_variance, pass_at_k, rollout_metrics, scored_rewards
 from rlkit.types.samples import Prompt, Sample, SampleGroup, SampleStatus
-
-CASES = {
-    case["id"]: case
-    for case in map(
-        json.loads, (Path(__file__).parents[1] / "data" / "cases.jsonl").read_text("utf-8").split("\n")[:-1]
-    )
-}
 
 
 def graded_group(
@@ -47,7 +39,7 @@ def graded_group(
 
 
 def test_rr05_none_rewards_are_left_out_and_dicts_are_read_by_key():
-    case = CASES["rr-05"]
+    case = bug_case("rr-05")
     key = case["input"]["reward_key"]
     groups = [
         graded_group(i, [None if reward is None else reward[key] for reward in rewards])

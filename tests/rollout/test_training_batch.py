@@ -1,8 +1,6 @@
-import json
-from pathlib import Path
-
 import pytest
 import torch
+from managed_rollouts import bug_case
 
 from rlkit.algo.batching import pack
 from rlkit.rollout.collect import Collected
@@ -10,13 +8,6 @@ from rlkit.rollout.training_batch import check_trainable, groups_by_rank, untrai
 from rlkit.types.batches import Update
 from rlkit.types.errors import EngineError
 from rlkit.types.samples import Prompt, Sample, SampleGroup, SampleStatus
-
-CASES = {
-    case["id"]: case
-    for case in map(
-        json.loads, (Path(__file__).parents[1] / "data" / "cases.jsonl").read_text("utf-8").split("\n")[:-1]
-    )
-}
 
 
 def one_sample(group_id: int, length: int, *, reward: float | None = 1.0, **changes: object) -> Sample:
@@ -36,7 +27,7 @@ def group_of(*samples: Sample) -> SampleGroup:
 
 
 def test_pk07_what_a_rank_holds_is_found_by_sample_id():
-    case = CASES["pk-07"]
+    case = bug_case("pk-07")
     rewards, lengths = case["input"]["rewards"], case["input"]["response_lengths"]
     partitions = case["input"]["partitions"]
     samples = [one_sample(i, lengths[i], reward=float(rewards[i])) for i in range(len(rewards))]
