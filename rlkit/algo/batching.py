@@ -72,8 +72,7 @@ def is_trained_on(sample: Sample, *, require_reward: bool = True) -> bool:
 def loss_weights(
     num_loss_tokens: Sequence[int], *, per_token_loss: bool, constant_length: int | None = None
 ) -> list[float]:
-    """Weight of one trained token of each sample, given the trained tokens of every sample of an optimizer step (all
-    positive).
+    """Weight of one trained token of each sample; `num_loss_tokens` are all samples of one optimizer step, none of them 0.
 
     `per_token_loss`: the mean over all tokens of the step. Otherwise the mean over samples of each one's token mean;
     or, with `constant_length`, of its token sum over that constant, so that long answers are not favoured (Dr.GRPO,
@@ -81,7 +80,7 @@ def loss_weights(
     """
     assert all(tokens > 0 for tokens in num_loss_tokens)
     if per_token_loss:
-        return [1.0 / sum(num_loss_tokens)] * len(num_loss_tokens)
+        return [1.0 / sum(num_loss_tokens) for _ in num_loss_tokens]
     return [1.0 / (len(num_loss_tokens) * (constant_length or tokens)) for tokens in num_loss_tokens]
 
 

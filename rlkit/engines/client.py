@@ -106,7 +106,8 @@ class EngineClient:
             return False
 
     async def abort(self, rid: str | None) -> None:
-        """Stop the requests whose id starts with `rid`; None stops all. Their answers keep the tokens so far."""
+        """Stop the request `rid`, and with it every other whose id begins so; None stops all. Their answers keep the
+        tokens so far. An id that the engine does not know, or no longer, is ignored."""
         await self._call("POST", "/abort_request", {"rid": rid or "", "abort_all": rid is None})
 
     async def pause(self, mode: PauseMode) -> None:

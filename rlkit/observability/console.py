@@ -3,6 +3,7 @@
 Everything else goes to `logs/`. On a pipe there is no bar, no colour and no cursor movement: the same lines, plain.
 """
 
+import io
 import math
 import shutil
 import sys
@@ -137,6 +138,8 @@ class Console:
 
     def __init__(self, *, total_steps: int | None = None, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
+        if isinstance(self._stream, io.TextIOWrapper):
+            self._stream.reconfigure(errors="replace")  # an ASCII terminal shows ? for a curve; it does not end the run
         self._total_steps = total_steps
         self._is_terminal = self._stream.isatty()
         self._rich = RichConsole(file=self._stream, highlight=False)

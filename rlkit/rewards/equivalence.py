@@ -9,6 +9,7 @@ algebra can tell".
 import re
 from collections.abc import Callable
 
+from rlkit.rewards.exact_numbers import is_too_large
 from rlkit.rewards.normalize import bracket_depths, compact, normalize, split_top, trim
 from rlkit.rewards.quantities import Quantity, parse_quantity, quantities_equal, split_unit
 
@@ -71,6 +72,8 @@ def _equal(left: str, right: str, algebra: Algebra) -> Verdict:
         right_number = parse_quantity(right, attached_letters=True)
     if left_number is not None and right_number is not None:
         return quantities_equal(left_number, right_number)
+    if is_too_large(left) or is_too_large(right):
+        return False
     verdict = _compare_collections(left, right, algebra)
     if verdict is not None:
         return verdict.result

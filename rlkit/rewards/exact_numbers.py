@@ -5,39 +5,62 @@ Rational arithmetic only, with bounds on size and nesting, so every call returns
 rounds.
 """
 
+import math
 import re
 from fractions import Fraction
 
 MAX_CHARS = 1000
-_MAX_BITS = 20_000
+_MAX_BITS = 100_000
 _MAX_DEPTH = 40
+_MAX_FACTORIAL = 2000
 
 _GROUPED = r"[1-9]\d{0,2}(?:,\d{3})+(?![\d,])|[1-9]\d{0,2}(?: \d{3})+(?! ?\d)"
 _TOKEN = re.compile(
     rf"(?P<repeating>(?:\d*\.\d*)\\overline\s*\{{\d{{1,30}}\}})"
     rf"|(?P<number>(?:{_GROUPED})(?:\.\d+)?|\d+\.\d+|\.\d+|\d+\.?)(?P<exponent>[eE][+-]?\d{{1,4}}(?![\w.]))?"
     r"|(?P<command>\\frac|\\times|\\cdot)(?![A-Za-z])"
-    r"|(?P<symbol>\*\*|[-+*/^(){}])"
+    r"|(?P<symbol>\*\*|[-+*/^(){}!])"
 )
 _DECIMAL = re.compile(rf"[-+]?\s*(?:(?:{_GROUPED})|\d*)\.(\d+)")
 _SLASH_MIXED = re.compile(r"(?<![\d.,])(\d+) (\d+/\d+)(?![\d.])")
 
 
 class _NotANumberError(Exception):
-    """The text holds something else than bounded rational arithmetic."""
+    """The text holds something else than rational arithmetic."""
+
+
+class _TooLargeError(Exception):
+    """The text is rational arithmetic, but its value has more than 30,000 digits."""
 
 
 def exact_value(text: str) -> Fraction | None:
     """Value of a purely numeric expression; None when it is not one, or when it is too large to be worth computing."""
-    if len(text) > MAX_CHARS or not any(char.isdigit() for char in text):
-        return None
-    text = _SLASH_MIXED.sub(_spell_mixed, text)
     try:
-        parser = _Parser(_tokens(text))
-        value = parser.sum(depth=0)
-        parser.expect_end()
-    except (_NotANumberError, ZeroDivisionError):
+        return _evaluate(text)
+    except (_NotANumberError, _TooLargeError):
         return None
+
+
+def is_too_large(text: str) -> bool:
+    """Whether this is a number that nobody can compute, like `9^{9^{9}}`: it equals nothing but its own spelling."""
+    try:
+        _evaluate(text)
+    except _TooLargeError:
+        return True
+    except _NotANumberError:
+        return False
+    return False
+
+
+def _evaluate(text: str) -> Fraction:
+    if len(text) > MAX_CHARS or not any(char.isdigit() for char in text):
+        raise _NotANumberError
+    parser = _Parser(_tokens(_SLASH_MIXED.sub(_spell_mixed, text)))
+    try:
+        value = parser.sum(depth=0)
+    except ZeroDivisionError:
+        raise _NotANumberError from None
+    parser.expect_end()
     return value
 
 
@@ -118,14 +141,18 @@ class _Parser:
         return self._power(depth)
 
     def _power(self, depth: int) -> Fraction:
+        if depth > _MAX_DEPTH:
+            raise _NotANumberError
         base = self._atom(depth)
+        while self._peek() == "!":
+            self._take()
+            base = _bounded_factorial(base)
         if self._peek() not in ("^", "**"):
             return base
         self._take()
-        exponent = -self._atom(depth) if self._peek() == "-" and self._take() else self._atom(depth)
-        if self._peek() in ("^", "**"):  # a tower: its value is rarely an answer and often enormous
-            raise _NotANumberError
-        return _bounded_power(base, exponent)
+        is_negative = self._peek() == "-" and bool(self._take())
+        exponent = self._power(depth + 1)  # towers are read from the right
+        return _bounded_power(base, -exponent if is_negative else exponent)
 
     def _atom(self, depth: int) -> Fraction:
         if self._next >= len(self._tokens):
@@ -186,8 +213,16 @@ def _repeating(token: str) -> Fraction:
 
 def _bounded(value: Fraction) -> Fraction:
     if value.numerator.bit_length() > _MAX_BITS or value.denominator.bit_length() > _MAX_BITS:
-        raise _NotANumberError
+        raise _TooLargeError
     return value
+
+
+def _bounded_factorial(value: Fraction) -> Fraction:
+    if value.denominator != 1 or value < 0:
+        raise _NotANumberError
+    if value > _MAX_FACTORIAL:
+        raise _TooLargeError
+    return Fraction(math.factorial(int(value)))
 
 
 def _bounded_power(base: Fraction, exponent: Fraction) -> Fraction:
@@ -195,5 +230,5 @@ def _bounded_power(base: Fraction, exponent: Fraction) -> Fraction:
         raise _NotANumberError
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     if bits > 1 and abs(exponent) * bits > _MAX_BITS:
-        raise _NotANumberError
+        raise _TooLargeError
     return base ** int(exponent)

@@ -206,7 +206,12 @@ class GraderPool:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._setup.wall_limit_s + _GRACE_S)
         except TimeoutError:
             await asyncio.to_thread(process.kill)
-            raise _UnscoredError("timeout", f"no answer after {self._setup.wall_limit_s + _GRACE_S:g} s") from None
+            # A process cuts off a slow grading by itself, except where a coroutine function keeps its loop from running.
+            raise _UnscoredError(
+                "timeout",
+                f"no answer after {self._setup.wall_limit_s + _GRACE_S:g} s; an `async` reward function must not block, "
+                "make one that does a plain function",
+            ) from None
 
     async def _serving_process(self, index: int) -> GraderProcess:
         if self._is_closed:

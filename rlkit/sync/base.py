@@ -4,17 +4,13 @@
 A channel lives in every training rank. The engine side needs no code of ours beyond the engine's own HTTP endpoints.
 """
 
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from rlkit.dist.collectives import barrier
-from rlkit.types.weights import WeightBucket, WeightSource
+from rlkit.types.weights import WeightBucket, WeightSource, tensor_checksum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,10 +66,3 @@ def push_buckets(
         seconds=time.perf_counter() - start,
         checksums=checksums,
     )
-
-
-def tensor_checksum(tensor: Tensor) -> str:
-    """SHA-256 of the tensor's bytes in row-major order, as hex; what the embedded engine answers on
-    `/weights_checker`."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
-    return hashlib.sha256(data.tobytes()).hexdigest()

@@ -62,5 +62,6 @@ class WeightSource(Protocol):
 
 def tensor_checksum(tensor: Tensor) -> str:
     """SHA-256 of the tensor's bytes in row-major order, as hex; trainers and the embedded engine compare by it."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    # a copy: `.numpy()` on the tensor itself would make its storage unresizable for ever, and sleep frees by resizing
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8).to("cpu", copy=True).numpy()
     return hashlib.sha256(data.tobytes()).hexdigest()

@@ -13,7 +13,7 @@ def run(logits: torch.Tensor, rows: list[SamplingParams], *, seed: int = 0) -> t
     return tokens.tolist(), logprobs.tolist()
 
 
-def frequencies(logits: torch.Tensor, params: SamplingParams, *, count: int = 40_000) -> torch.Tensor:
+def frequencies(logits: torch.Tensor, params: SamplingParams, *, count: int = 15_000) -> torch.Tensor:
     """How often each id is drawn for one row of logits, over many seeds."""
     tokens, _ = run(logits.expand(count, -1), [params] * count)
     return torch.bincount(torch.tensor(tokens), minlength=logits.shape[1]) / count
@@ -35,7 +35,7 @@ def test_draws_follow_the_softmax_at_any_temperature():
     for temperature in (0.5, 1.0, 1.7):
         drawn = frequencies(logits, SamplingParams(temperature=temperature))
         expected = (logits[0] / temperature).softmax(-1)
-        assert (drawn - expected).abs().max() < 0.01
+        assert (drawn - expected).abs().max() < 0.015
 
 
 def test_logprobs_are_log_softmax_over_temperature_whatever_is_filtered():
@@ -84,7 +84,7 @@ def test_filters_leave_what_the_obvious_loop_leaves():
         expected = obvious_filter((logits[0] / params.temperature).softmax(-1), params)
         drawn = frequencies(logits, params)
         assert ((drawn > 0) <= (expected > 0)).all(), params
-        assert (drawn - expected).abs().max() < 0.015, params
+        assert (drawn - expected).abs().max() < 0.02, params
 
 
 def test_a_row_does_not_depend_on_the_rest_of_the_batch():

@@ -15,7 +15,9 @@ class NoText:
         return ""
 
 
-def make_request(prompt: list[int], *, max_new_tokens: int = 4, rid: str = "r", logprob_start: int = -1) -> EngineRequest:
+def make_request(
+    prompt: list[int], *, max_new_tokens: int = 4, rid: str = "r", logprob_start: int = -1
+) -> EngineRequest:
     return EngineRequest(
         rid=rid,
         prompt=prompt,
@@ -40,7 +42,7 @@ class FakeCache:
         self.slots: dict[int, list[int]] = {}
 
     def copy(self, source: int, target: int, length: int) -> None:
-        self.slots[target] = self.slots[source][:length]
+        self.slots[target] = self.slots.get(source, [])[:length]
 
 
 class Driver:
@@ -63,9 +65,11 @@ class Driver:
             held = self.cache.slots.get(piece.request.slot, [])[: piece.start]
             self.cache.slots[piece.request.slot] = held + piece.request.tokens()[piece.start : piece.stop]
             self.num_computed_tokens += piece.stop - piece.start
+        ready = []
         for piece in pieces:
             # In place of logits: the tokens that they depend on.
-            self.start(self.scheduler.finish_piece(piece, lambda piece=piece: tuple(piece.request.tokens())))
+            ready += self.scheduler.finish_piece(piece, lambda piece=piece: tuple(piece.request.tokens()))
+        self.start(ready)
         if not pieces and self.scheduler.running:
             self.scheduler.keep_within_budget()
             running = list(self.scheduler.running)

@@ -48,7 +48,9 @@ def save_model(folder: Path, *, seed: int, tie: bool) -> Path:
     """The folder, complete with tokenizer and `generation_config.json`."""
     tokenizer = make_tokenizer()
     model = make_model(seed=seed, tie=tie, vocab_size=-(-len(tokenizer) // 8) * 8)
-    model.generation_config = GenerationConfig(eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

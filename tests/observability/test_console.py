@@ -1,3 +1,4 @@
+import contextlib
 import io
 import os
 import pty
@@ -75,6 +76,16 @@ def test_a_pipe_gets_plain_lines_and_no_bar():
     assert stream.getvalue() == "step 0/2  reward  0.500\n"
 
 
+def read_to_end(leader: int) -> str:
+    """All that was written to a pseudo-terminal whose other end is closed."""
+    pieces = []
+    with contextlib.suppress(OSError):  # EIO is its end of file
+        while piece := os.read(leader, 65536):
+            pieces.append(piece)
+    os.close(leader)
+    return b"".join(pieces).decode()
+
+
 def test_a_terminal_gets_a_bar_that_goes_away():
     leader, follower = pty.openpty()
     with os.fdopen(follower, "w") as stream:
@@ -82,8 +93,7 @@ def test_a_terminal_gets_a_bar_that_goes_away():
         with console.progress("generate", num_total=3) as bar:
             bar.update(3)
         console.say("[done]")
-    shown = os.read(leader, 65536).decode()
-    os.close(leader)
+    shown = read_to_end(leader)
     assert "generate" in shown and "3/3" in shown
     assert "[done]" in shown.splitlines()[-1]
     assert "\x1b[2K" in shown  # the bar's line was erased
@@ -92,3 +102,10 @@ def test_a_terminal_gets_a_bar_that_goes_away():
 def test_the_loss_is_shown_where_there_is_no_reward():
     assert "loss" in format_step(0, {"train/loss": 1.5, "rollout/response_length": 3.0})
     assert "loss" not in format_step(0, {"train/loss": 1.5, "rollout/reward": 0.5})
+
+
+def test_an_ascii_stream_does_not_end_the_run():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    Console(stream=stream).show_curve([0.0, 1.0], title="reward")
+    assert raw.getvalue().startswith(b"reward\n")

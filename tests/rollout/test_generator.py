@@ -397,3 +397,24 @@ def test_rr02_the_mask_grows_with_the_response(mask_previous: bool):
         assert masks[1] == expected["mask_after_turn2_if_true"]
     assert len(sample.rollout_logprobs) == expected["len_rollout_log_probs"]
     assert sample.weight_versions == [0, 1, 2]
+
+
+# ---- cost ------------------------------------------------------------------------------------------------------------
+
+
+def test_256_short_requests_cost_little_processor_time():
+    """Measured 0.13 s for client and fake engine together, 0.10 s of it the client; the bound leaves room for CI."""
+
+    async def main() -> float:
+        async with running_engine(FakeEngine()) as engine:
+            generator = new_generator(engine.url, concurrency=512, max_context_len=512)
+            costs = []
+            for _ in range(3):
+                samples = [new_sample(index=i, seed=i) for i in range(256)]
+                before = time.process_time()
+                await asyncio.gather(*(generator.generate(sample, SAMPLING) for sample in samples))
+                costs.append(time.process_time() - before)
+                assert all(sample.status is SampleStatus.COMPLETED for sample in samples)
+            return min(costs)
+
+    assert run(main()) < 0.6

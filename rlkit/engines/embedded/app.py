@@ -174,9 +174,10 @@ def _add_info_routes(app: FastAPI, service: Service) -> None:
 def _add_flow_routes(app: FastAPI, service: Service) -> None:
     @app.post("/abort_request")
     async def abort_request(body: AbortBody) -> Response:
-        if body.abort_all or body.rid:  # an empty id would be a prefix of every request's
-            rid = "" if body.abort_all else body.rid or ""
-            await service.call(lambda: service.engine.abort(lambda request: request.matches(rid)))
+        if body.abort_all:
+            await service.call(lambda: service.engine.abort(lambda _: True))
+        elif body.rid:
+            await service.abort(body.rid)
         return Response()
 
     @app.post("/pause_generation")

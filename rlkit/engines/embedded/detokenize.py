@@ -12,6 +12,8 @@ CONTEXT_TOKENS = 5
 """Prompt tokens that are decoded together with the response."""
 INCOMPLETE = "\ufffd"
 """What a tokenizer gives for bytes that are no whole character yet."""
+MAX_PENDING_TOKENS = 8
+"""Bytes that are no character after so many tokens will never be one."""
 
 
 class IncrementalText:
@@ -38,8 +40,8 @@ class IncrementalText:
         settled = self._decode(self._tail[: self._num_settled])
         decoded = self._decode(self._tail)
         fresh = decoded[len(settled) :]
-        if fresh.endswith(INCOMPLETE):
-            return self._text + fresh if is_final else self._text
+        if fresh.endswith(INCOMPLETE) and len(self._tail) - self._num_settled <= MAX_PENDING_TOKENS:
+            return self._text + (fresh if is_final else fresh.rstrip(INCOMPLETE))
         self._text += fresh
         if self._num_settled < len(self._tail):
             self._tail = self._tail[-CONTEXT_TOKENS:]

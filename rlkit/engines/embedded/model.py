@@ -152,7 +152,10 @@ def load_model(path: str, *, device: str, dtype: str, trust_remote_code: bool) -
     model, info = loaded
     if info["missing_keys"] or info["mismatched_keys"]:
         raise EngineError(f"{path}: tensors missing {info['missing_keys']}, of another shape {info['mismatched_keys']}")
-    return model.to(torch.device(device)).eval().requires_grad_(False)
+    model = model.to(torch.device(device)).eval().requires_grad_(False)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()  # its own storage: a memory-mapped file cannot be freed, nor written to
+    return model
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:

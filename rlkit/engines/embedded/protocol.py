@@ -120,10 +120,10 @@ class RequestReader:
         params = self._fit(len(prompt), params)
         return_logprob = fields.take("return_logprob", bool, False)
         start = fields.take("logprob_start_len", int, NO_INPUT_LOGPROBS)
-        if not return_logprob or start >= len(prompt):
+        if not NO_INPUT_LOGPROBS <= start <= len(prompt):
+            raise Refusal(f"logprob_start_len must be -1 or at most the {len(prompt)} input tokens, got {start}")
+        if not return_logprob or start == len(prompt):
             start = NO_INPUT_LOGPROBS
-        if start < NO_INPUT_LOGPROBS:
-            raise Refusal(f"logprob_start_len must be -1 or a prompt position, got {start}")
         stream = fields.take("stream", bool, False)
         fields.finish(WITHOUT_EFFECT)
         stop_ids = self.eos_ids | set(params.stop_token_ids)
@@ -133,7 +133,7 @@ class RequestReader:
             sampling=params,
             seed=extra["sampling_seed"],
             stop_ids=frozenset() if params.ignore_eos else stop_ids,
-            suppressed_ids=sorted(stop_ids) if params.min_new_tokens else [],
+            suppressed_ids=[token for token in stop_ids if token < self.vocab_size] if params.min_new_tokens else [],
             text=IncrementalText(self.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens),
             finder=StopStringFinder(self.tokenizer, prompt, params.stop) if params.stop else None,
             return_logprob=return_logprob,
@@ -150,7 +150,7 @@ class RequestReader:
         if ids is None:
             ids = list(self.tokenizer.encode(text))
         if not ids:
-            raise Refusal("the prompt is empty")
+            raise Refusal("input_ids cannot be empty.")
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             wrong = next(token for token in ids if not 0 <= token < self.vocab_size)
             raise Refusal(f"The input_ids contain {wrong}; the vocabulary has {self.vocab_size} tokens")
@@ -180,7 +180,7 @@ class RequestReader:
         if extra["sampling_seed"] is None:
             extra["sampling_seed"] = int(uniform_numbers([self.seed], [number])[0] * 2**53)
         fields.finish(SAMPLING_WITHOUT_EFFECT)
-        _check_sampling(params, self.vocab_size)
+        _check_sampling(params)
         return params, extra
 
     def _fit(self, num_prompt: int, params: SamplingParams) -> SamplingParams:
@@ -210,7 +210,7 @@ class RequestReader:
         )
 
 
-def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
+def _check_sampling(params: SamplingParams) -> None:
     """SGLang's ranges."""
     checks: Mapping[str, tuple[bool, object]] = {
         "temperature must be a non-negative finite number": (
@@ -224,10 +224,6 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
         f"min_new_tokens must be in [0, max_new_tokens({params.max_new_tokens})]": (
             0 <= params.min_new_tokens <= params.max_new_tokens,
             params.min_new_tokens,
-        ),
-        f"stop_token_ids must be in [0, {vocab_size})": (
-            all(0 <= token < vocab_size for token in params.stop_token_ids),
-            params.stop_token_ids,
         ),
     }
     for rule, (holds, value) in checks.items():
@@ -255,10 +251,25 @@ def answer(output: Output) -> dict[str, Any]:
             (logprob, token, None) for logprob, token in zip(logprobs, output_ids, strict=True)
         ]
         meta["output_token_logprobs_length"] = len(logprobs)
-        scored = request.prompt[request.logprob_start :] if request.logprob_start != NO_INPUT_LOGPROBS else []
-        meta["input_token_logprobs"] = [
-            (logprob, token, None) for logprob, token in zip(request.input_logprobs, scored, strict=False)
-        ]
+        meta["input_token_logprobs"] = _input_token_logprobs(request)
     if output.is_final:
         meta["e2e_latency"] = request.latency_s
     return {"text": output.text, "output_ids": output_ids, "meta_info": meta}
+
+
+def _input_token_logprobs(request: EngineRequest) -> list[tuple[float | None, int, None]]:
+    """Of the prompt from `logprob_start` on, as far as computed; the first one has none, as in SGLang."""
+    if request.logprob_start == NO_INPUT_LOGPROBS:
+        return []
+    scored = request.prompt[request.logprob_start :]
+    return [(logprob, token, None) for logprob, token in zip([None, *request.input_logprobs], scored, strict=False)]
+
+
+def is_stream(body: object) -> bool:
+    """Whether the answer, also a refusal, is to be a stream of events."""
+    return isinstance(body, dict) and body.get("stream") is True
+
+
+def refusal_event(message: str) -> dict[str, Any]:
+    """A refusal inside a stream, which has status 200."""
+    return {"error": {"message": message, "type": "invalid_request_error", "code": 400, "retryable": False}}

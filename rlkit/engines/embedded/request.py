@@ -40,8 +40,8 @@ class EngineRequest:
 
     output_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
-    input_logprobs: list[float | None] = field(default_factory=list[float | None])
-    """Of prompt[logprob_start:]; None for position 0, which nothing precedes."""
+    input_logprobs: list[float] = field(default_factory=list[float])
+    """Of prompt[logprob_start + 1:]."""
     finish: FinishDict | None = None
     slot: int = -1
     """Cache slot; -1 while it waits."""

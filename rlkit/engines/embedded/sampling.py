@@ -113,7 +113,7 @@ def inverse_cdf(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
     sums = blocks.sum(-1)
     block, rest = _search(sums.double(), uniform_B)
     inner, _ = _search(blocks[torch.arange(num_rows, device=block.device), block].double(), rest)
-    return block * BLOCK + inner
+    return (block * BLOCK + inner).clamp_(max=size - 1)
 
 
 def _search(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

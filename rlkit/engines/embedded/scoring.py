@@ -18,8 +18,7 @@ def prompt_piece(piece: PlannedPiece) -> PromptPiece:
     request = piece.request
     rows = set[int]()
     if request.wants_input_logprobs:
-        # The token at position p is scored by the logits at p - 1.
-        rows.update(range(max(request.logprob_start - 1, piece.start, 0), min(piece.stop, len(request.prompt) - 1)))
+        rows.update(_scoring_positions(piece))
     if piece.is_last:
         rows.add(piece.stop - 1)
     return PromptPiece(
@@ -30,18 +29,20 @@ def prompt_piece(piece: PlannedPiece) -> PromptPiece:
     )
 
 
+def _scoring_positions(piece: PlannedPiece) -> range:
+    """Positions of the piece whose logits score a wanted token, which is the next one. As in SGLang, the first wanted
+    token has no log-prob."""
+    return range(max(piece.request.logprob_start, piece.start), min(piece.stop, len(piece.request.prompt) - 1))
+
+
 def add_input_logprobs(piece: PlannedPiece, logits_RV: Tensor) -> None:
     """Score prompt tokens, without temperature as in SGLang. `logits_RV` are the piece's wanted rows, in order."""
     request = piece.request
-    if request.logprob_start == 0 and piece.start == 0:
-        request.input_logprobs.append(None)
-    first = max(request.logprob_start - 1, piece.start, 0)
-    targets = request.prompt[first + 1 : piece.stop + 1]
-    if not targets:
-        return
-    targets_R = torch.tensor(targets, device=logits_RV.device)
+    positions = _scoring_positions(piece)
+    targets_R = torch.tensor([request.prompt[position + 1] for position in positions], device=logits_RV.device)
     for rows, tokens in zip(
-        logits_RV[: len(targets)].split(ROWS_AT_A_TIME), targets_R.split(ROWS_AT_A_TIME), strict=True
+        logits_RV[: len(positions)].split(ROWS_AT_A_TIME), targets_R.split(ROWS_AT_A_TIME), strict=True
     ):
-        logprobs = rows.float().log_softmax(-1).gather(1, tokens[:, None])
-        request.input_logprobs.extend(logprobs[:, 0].tolist())
+        if len(tokens):
+            logprobs = rows.float().log_softmax(-1).gather(1, tokens[:, None])
+            request.input_logprobs.extend(logprobs[:, 0].tolist())

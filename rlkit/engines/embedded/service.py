@@ -13,7 +13,7 @@ from starlette.responses import StreamingResponse
 
 from rlkit.engines.embedded.engine import Engine, Output
 from rlkit.engines.embedded.group import UpdateGroups
-from rlkit.engines.embedded.protocol import Refusal, RequestReader, answer
+from rlkit.engines.embedded.protocol import Refusal, RequestReader, answer, is_stream, refusal_event
 from rlkit.engines.embedded.request import EngineRequest
 from rlkit.engines.wire import parse_weight_version
 from rlkit.types.errors import EngineError
@@ -110,16 +110,26 @@ class Service:
             body = orjson.loads(await request.body())
         except orjson.JSONDecodeError as error:
             return bad_request_response(f"the body is not JSON: {error}")
+        if is_stream(body):
+            return StreamingResponse(self._events(body), media_type="text/event-stream")
         try:
-            engine_request = self.reader.read(body)
-            if engine_request.stream:
-                if engine_request.rid in self._waiters:
-                    raise Refusal(f"Duplicate request ID detected: {engine_request.rid}")
-                return StreamingResponse(self._events(engine_request), media_type="text/event-stream")
-            final = await self._final(engine_request, request)
+            final = await self._final(self.reader.read(body), request)
         except Refusal as error:
             return error_response(str(error), 400)
         return error_response("the client has left", 499) if final is None else _final_response(final)
+
+    async def _events(self, body: object) -> AsyncIterator[bytes]:
+        try:
+            async for output in self.outputs(self.reader.read(body)):
+                yield b"data: " + orjson.dumps(answer(output)) + b"\n\n"
+        except Refusal as error:
+            yield b"data: " + orjson.dumps(refusal_event(str(error))) + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    async def abort(self, rid: str) -> None:
+        """As in SGLang: an unknown id is ignored, a known one stops every request whose id begins with it."""
+        if rid in self._waiters:
+            await self.call(lambda: self.engine.abort(lambda request: request.matches(rid)))
 
     async def _final(self, engine_request: EngineRequest, request: Request) -> Output | None:
         """The last output; None when the client closed the connection before."""
@@ -138,11 +148,6 @@ class Service:
             left.cancel()
             if not answered.done():
                 answered.cancel()
-
-    async def _events(self, engine_request: EngineRequest) -> AsyncIterator[bytes]:
-        async for output in self.outputs(engine_request):
-            yield b"data: " + orjson.dumps(answer(output)) + b"\n\n"
-        yield b"data: [DONE]\n\n"
 
 
 async def _disconnected(request: Request) -> None:
