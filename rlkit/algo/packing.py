@@ -14,6 +14,9 @@ from typing import Any
 from rlkit.types.batches import StepPlan
 from rlkit.types.errors import ConfigError
 
+MAX_ROUNDS_TO_REDUCE = 64
+"""With more micro-batches a rank than this, saving one is not worth another round of differencing."""
+
 _Pile = tuple[int, Any]
 """(sum of weights, tree of item numbers): a tree is None, an item, or a pair of trees, so that joining two costs
 nothing.
@@ -107,7 +110,7 @@ def _pack(weights: list[int], samples: list[int], *, cap: int, num_lone: int, dp
         if max(sum(weights[item] for item in part) for part in parts) > cap:
             break
         best = parts
-        if num_bins - dp < lower_bound:
+        if num_bins - dp < lower_bound or num_bins > MAX_ROUNDS_TO_REDUCE * dp:
             break
         num_bins -= dp
     return [[samples[item] for item in part] for part in best]

@@ -19,7 +19,7 @@ from rlkit.rewards.algebra import WALL_LIMIT_S, VerdictMemory, algebra_setup
 from rlkit.rewards.grading import AlgebraNeeded, assess
 from rlkit.rewards.process import GraderProcess, WorkerLostError
 from rlkit.rewards.watch import MarkerWatch
-from rlkit.rewards.wire import Reply, WorkerSetup
+from rlkit.rewards.wire import Reply, UnsendableError, WorkerSetup
 from rlkit.types.errors import ConfigError, RewardError
 from rlkit.types.samples import Sample
 
@@ -174,7 +174,7 @@ class GraderPool:
     async def _ask_custom(self, sample: Sample) -> Any:
         try:
             reply = await self._call(sample.response, sample.label, sample.metadata)
-        except (TypeError, AttributeError, ValueError) as error:  # what pickle raises for what it cannot send
+        except UnsendableError as error:
             raise _UnscoredError("error", f"label or metadata cannot be sent to a grader process: {error}") from error
         if reply.error is not None:
             raise _UnscoredError("error", reply.error)
@@ -206,11 +206,11 @@ class GraderPool:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._setup.wall_limit_s + _GRACE_S)
         except TimeoutError:
             await asyncio.to_thread(process.kill)
-            # A process cuts off a slow grading by itself, except where a coroutine function keeps its loop from running.
+            # A process cuts off a slow grading by itself, except where a coroutine function blocks its loop.
             raise _UnscoredError(
                 "timeout",
-                f"no answer after {self._setup.wall_limit_s + _GRACE_S:g} s; an `async` reward function must not block, "
-                "make one that does a plain function",
+                f"no answer after {self._setup.wall_limit_s + _GRACE_S:g} s; an `async` reward function must not "
+                "block, make one that does a plain function",
             ) from None
 
     async def _serving_process(self, index: int) -> GraderProcess:

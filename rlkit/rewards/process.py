@@ -90,9 +90,7 @@ class GraderProcess:
             return self._ready
 
     def submit(self, *arguments: Any) -> "Future[Reply]":
-        """Send one request. The future holds the reply, or WorkerLostError; arguments that cannot be pickled raise
-        here.
-        """
+        """Send one request. The future holds the reply or WorkerLostError; UnsendableError is raised here."""
         future: Future[Reply] = Future()
         with self._lock:
             if self._is_lost:

@@ -69,9 +69,16 @@ class Reply:
 Message = Ready | Failed | Died | Request | Reply | WorkerSetup
 
 
+class UnsendableError(Exception):
+    """An argument cannot be pickled."""
+
+
 def send(fd: int, message: Message) -> None:
-    """Write one message. Not safe from several threads at once."""
-    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    """Write one message, or nothing when it cannot be pickled (UnsendableError). One thread at a time."""
+    try:
+        body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # objects decide themselves what they raise
+        raise UnsendableError(f"{type(error).__name__}: {error}") from error
     view = memoryview(_LENGTH.pack(len(body)) + body)
     while view:
         view = view[os.write(fd, view) :]

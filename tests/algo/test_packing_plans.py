@@ -78,12 +78,12 @@ def test_invariants_hold_on_random_input():
 def test_ranks_get_nearly_equal_work():
     rng = random.Random(1)
     lengths = [rng.randint(1, 2000) for _ in range(512)]
-    plan = plan_step(lengths, dp=8, max_tokens=8192)
+    plan = plan_step(lengths, dp=8, max_tokens=9000)
     totals = [sum(lengths[i] for members in rank for i in members) for rank in plan.micro_batches]
-    assert max(totals) - min(totals) < 0.01 * max(totals)
+    assert max(totals) - min(totals) < 0.001 * max(totals)
     for round_of_ranks in zip(*plan.micro_batches, strict=True):
         loads = [sum(lengths[i] for i in members) for members in round_of_ranks]
-        assert max(loads) - min(loads) < 0.02 * max(loads)
+        assert max(loads) - min(loads) < 0.005 * max(loads)
 
 
 @pytest.mark.parametrize("cap", [2048, 8192, 10**9])

@@ -12,8 +12,13 @@ from rlkit.dist.groups import destroy_process_group
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of tiny Hugging Face checkpoints, by name."""
     root = tmp_path_factory.mktemp("checkpoints")
-    models = {"qwen3": tiny_qwen3(), "qwen3-untied": tiny_qwen3(tied=False), "llama": tiny_llama()}
-    return {name: save_checkpoint_dir(spread_out(model), root / name) for name, model in models.items()}
+    models = {
+        "qwen3": spread_out(tiny_qwen3()),
+        "qwen3-other": spread_out(tiny_qwen3(), seed=8),
+        "qwen3-untied": spread_out(tiny_qwen3(tied=False)),
+        "llama": spread_out(tiny_llama()),
+    }
+    return {name: save_checkpoint_dir(model, root / name) for name, model in models.items()}
 
 
 @pytest.fixture(autouse=True)

@@ -4,14 +4,25 @@ import json
 import random
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
+from rlkit.algo.advantages import group_advantages
+from rlkit.algo.batching import build_updates
+from rlkit.backends.fsdp.backend import FsdpBackend
 from rlkit.config.schema import ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
-from rlkit.types.ranks import RankInfo
+from rlkit.types.batches import Update
+from rlkit.types.ranks import MetricSet, RankInfo
 from rlkit.types.samples import Sample, SampleStatus
 
 VOCAB = 37
@@ -55,9 +66,9 @@ def tiny_llama() -> LlamaForCausalLM:
     )
 
 
-def spread_out(model: PreTrainedModel) -> PreTrainedModel:
+def spread_out(model: PreTrainedModel, seed: int = 7) -> PreTrainedModel:
     """Larger weights than a fresh model has, so that tokens and positions really differ in their log-probs."""
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -129,3 +140,114 @@ def make_samples(lengths: Sequence[tuple[int, int]], *, seed: int = 0, group_siz
 
 MIXED_LENGTHS = [(3, 5), (1, 12), (10, 20), (2, 1), (5, 9), (7, 30), (4, 4), (6, 2)]
 """Eight samples, from 3 to 37 tokens."""
+
+
+def make_updates(samples: Sequence[Sample], cfg: RunConfig, *, dp: int = 1) -> list[list[Update]]:
+    """[rank][optimizer step], with the advantages that a rollout would get."""
+    rewards = [sample.reward for sample in samples]
+    advantages = group_advantages(rewards, [sample.group_id for sample in samples], divide_by_std=True)
+    return build_updates(
+        samples,
+        advantages,
+        dp=dp,
+        batch_size=cfg.batch_size,
+        max_tokens=cfg.train.max_tokens_per_gpu,
+        per_token_loss=cfg.algo.calculate_per_token_loss,
+        with_rollout_logprobs=not cfg.is_sft,
+        require_reward=not cfg.is_sft,
+    )
+
+
+def start_backend(cfg: RunConfig, *, resume_from: Path | None = None) -> FsdpBackend:
+    """A backend that is alone in its process."""
+    backend = FsdpBackend()
+    backend.init(cfg, rank_info(), resume_from=resume_from)
+    return backend
+
+
+def all_weights(backend: FsdpBackend, max_bytes: int = 1 << 20) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for bucket in backend.weights.buckets(max_bytes) for name, tensor in bucket.tensors()}
+
+
+def train_step(backend: FsdpBackend, cfg: RunConfig, step: int = 0, samples: Sequence[Sample] = ()) -> MetricSet:
+    """One `train` call on the mixed samples (or others), made from `step`."""
+    chosen = samples or make_samples(MIXED_LENGTHS, seed=step)
+    return backend.train(step, make_updates(chosen, cfg)[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class NaiveResult:
+    """What an optimizer step comes to when written out: no packing, no sharding, no chunks."""
+
+    loss: float
+    grad_norm: float
+    weights: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+
+
+def naive_step(path: Path, cfg: RunConfig, samples: Sequence[Sample], *, padded: bool) -> NaiveResult:
+    """The first optimizer step on all `samples`, by a plain transformers model: one sample after the other, or all
+    padded.
+
+    The reference model of the KL term is the model itself, so that term is zero at this step but its gradient is not
+    always.
+    """
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    rewards = [sample.reward for sample in samples]
+    advantages = group_advantages(rewards, [sample.group_id for sample in samples], divide_by_std=True)
+    logps, entropies = naive_log_probs(model, samples, cfg.rollout.rollout_temperature, padded=padded)
+    refs = [logp.detach() for logp in logps]
+    if cfg.model.ref_load is not None:
+        reference = AutoModelForCausalLM.from_pretrained(cfg.model.ref_load, dtype=torch.float32)
+        with torch.no_grad():
+            refs, _ = naive_log_probs(reference, samples, cfg.rollout.rollout_temperature, padded=padded)
+    total = torch.zeros(())
+    num_tokens = sum(sum(sample.loss_mask) for sample in samples)
+    for sample, advantage, logp, entropy, ref in zip(samples, advantages, logps, entropies, refs, strict=True):
+        mask = torch.tensor(sample.loss_mask, dtype=torch.float32)
+        if cfg.is_sft:
+            token_loss = -logp
+        else:
+            ratio = (logp - logp.detach()).exp()
+            clipped = ratio.clamp(1 - cfg.algo.eps_clip, 1 + cfg.algo.eps_clip)
+            token_loss = torch.maximum(-ratio * advantage, -clipped * advantage)
+            token_loss = token_loss - cfg.algo.entropy_coef * entropy
+            token_loss = token_loss + cfg.algo.kl_loss_coef * ((ref - logp).exp() - (ref - logp) - 1)
+        divisor = num_tokens if cfg.algo.calculate_per_token_loss else len(samples) * mask.sum()
+        total = total + (token_loss * mask).sum() / divisor
+    total.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optimizer.clip_grad)
+    settings = cfg.optimizer
+    torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": settings.weight_decay},
+            {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=settings.lr,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_eps,
+    ).step()
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return NaiveResult(loss=total.item(), grad_norm=norm.item(), weights=weights, gradients=gradients)
+
+
+def naive_log_probs(
+    model: PreTrainedModel, samples: Sequence[Sample], temperature: float, *, padded: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(log-probs, entropies) of the response tokens of each sample."""
+    if padded:
+        longest = max(sample.total_length for sample in samples)
+        ids = torch.tensor([sample.tokens + [0] * (longest - sample.total_length) for sample in samples])
+        mask = torch.tensor([[1] * s.total_length + [0] * (longest - s.total_length) for s in samples])
+        all_logits = list(model(input_ids=ids, attention_mask=mask, use_cache=False).logits)
+    else:
+        all_logits = [model(input_ids=torch.tensor([s.tokens]), use_cache=False).logits[0] for s in samples]
+    logps, entropies = [], []
+    for sample, logits in zip(samples, all_logits, strict=True):
+        rows = logits[sample.prompt_length - 1 : sample.total_length - 1] / temperature
+        logp = rows.log_softmax(-1)
+        targets = torch.tensor(sample.tokens[sample.prompt_length :])
+        logps.append(logp.gather(1, targets[:, None]).squeeze(1))
+        entropies.append(-(logp.exp() * logp).sum(-1))
+    return logps, entropies

@@ -21,7 +21,7 @@ def frequencies(logits: torch.Tensor, params: SamplingParams, *, count: int = 15
 
 def test_uniform_numbers_are_uniform_and_depend_on_seed_and_position():
     numbers = torch.from_numpy(uniform_numbers(range(20_000), [7] * 20_000))
-    assert 0 <= numbers.min() and numbers.max() < 1
+    assert numbers.min() >= 0 and numbers.max() < 1
     counts = torch.histc(numbers.float(), bins=20, min=0, max=1)
     assert (counts - 1000).abs().max() < 150  # 4.9 standard deviations
     assert uniform_numbers([1], [2]) != uniform_numbers([1], [3])

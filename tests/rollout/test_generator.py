@@ -250,7 +250,10 @@ def test_a_lost_engine_costs_reissues_only():
 # ---- abort -----------------------------------------------------------------------------------------------------------
 
 
-def test_rr04_a_dead_engine_does_not_take_the_abort_down(caplog: pytest.LogCaptureFixture):
+def test_rr04_a_dead_engine_does_not_take_the_abort_down(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(generator_module, "FIRST_BACKOFF_S", 1.0)  # nothing is issued again before the abort
     case = bug_case("rr-04")
     pending = list(case["input"]["pending"].values())
 
