@@ -65,8 +65,7 @@ class _UnscoredError(Exception):
 class GraderPool:
     """Grades samples one by one, as many at a time as the caller likes. Belongs to one event loop.
 
-    `start` is called by the first `grade` too; calling it early reports a broken `--custom-rm-path` before anything is
-    generated.
+    Starts by itself; `start` reports a broken `--custom-rm-path` before anything is generated.
     """
 
     def __init__(self, cfg: RewardConfig) -> None:
@@ -84,29 +83,16 @@ class GraderPool:
         self._processes: list[GraderProcess] = []
         self._free: asyncio.Queue[int] = asyncio.Queue()
         self._start_lock = asyncio.Lock()
-        self._is_started = False
         self._is_closed = False
         self._num_logged_errors = 0
 
     async def start(self) -> None:
-        """Start the processes and wait until they serve. ConfigError when the custom function cannot be used."""
-        async with self._start_lock:
-            if self._is_started:
-                return
-            self._processes = [self._new_process() for _ in range(self._cfg.rm_num_workers)]
-            try:
-                ready = [await self._until_ready(process) for process in self._processes]
-            except RewardError as error:
-                self.close()
-                if self._cfg.custom_rm_path is not None:
-                    raise ConfigError(str(error)) from error
-                raise
-            self._is_closed = False
-            per_process = _ASYNC_REQUESTS_PER_PROCESS if ready[0].is_async else 1
-            for _ in range(per_process):
-                for index in range(len(self._processes)):
-                    self._free.put_nowait(index)
-            self._is_started = True
+        """Make sure that the custom function can be used: ConfigError, with its path and the remedy, when it cannot.
+
+        Does nothing for built-in graders; their processes start with the first answer that needs algebra.
+        """
+        if self._cfg.custom_rm_path is not None:
+            await self._start_processes()
 
     async def grade(self, sample: Sample, *, evaluation: bool = False) -> GradeResult:
         """Reward of one finished sample; the sample itself is not changed.
@@ -184,7 +170,7 @@ class GraderPool:
 
     async def _call(self, *arguments: Any) -> Reply:
         """One request to a free process. A request whose process was lost to another one is sent once more."""
-        await self.start()
+        await self._start_processes()
         for attempt in range(2):
             index = await self._free.get()
             sent = time.monotonic()
@@ -212,6 +198,24 @@ class GraderPool:
                 f"no answer after {self._setup.wall_limit_s + _GRACE_S:g} s; an `async` reward function must not "
                 "block, make one that does a plain function",
             ) from None
+
+    async def _start_processes(self) -> None:
+        async with self._start_lock:
+            if self._processes:
+                return
+            processes = [self._new_process() for _ in range(self._cfg.rm_num_workers)]
+            try:
+                ready = [await self._until_ready(process) for process in processes]
+            except BaseException as error:
+                for process in processes:
+                    process.close()
+                if isinstance(error, RewardError) and self._cfg.custom_rm_path is not None:
+                    raise ConfigError(str(error)) from error
+                raise
+            self._processes = processes
+            for _ in range(_ASYNC_REQUESTS_PER_PROCESS if ready[0].is_async else 1):
+                for index in range(len(processes)):
+                    self._free.put_nowait(index)
 
     async def _serving_process(self, index: int) -> GraderProcess:
         if self._is_closed:

@@ -1,0 +1,53 @@
+"""Every collective of the training ranks. Each names its group and says who must call it.
+
+Rule: a collective never stands under a condition that ranks may answer differently. Compute everywhere, act in one
+place.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlkit.dist.groups import RankMesh
+
+
+def sum_over_data(x: Tensor, mesh: RankMesh) -> Tensor:
+    """Sum of `x` over the data ranks, in place. Collective: call on every rank, also when this rank's share is
+    empty.
+    """
+    if mesh.data_size > 1:
+        dist.all_reduce(x, op=dist.ReduceOp.SUM, group=mesh.data_group)
+    return x
+
+
+def max_over_data(x: Tensor, mesh: RankMesh) -> Tensor:
+    """Elementwise maximum of `x` over the data ranks, in place. Collective: call on every rank."""
+    if mesh.data_size > 1:
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=mesh.data_group)
+    return x
+
+
+def gather_over_data(shard: Tensor, mesh: RankMesh) -> Tensor:
+    """[n] on every rank -> [ranks, n] on every rank. Collective: call on every rank with the same n and dtype."""
+    if mesh.data_size == 1:
+        return shard[None]
+    gathered = shard.new_empty((mesh.data_size, shard.numel()))
+    dist.all_gather_into_tensor(gathered, shard.contiguous(), group=mesh.data_group)
+    return gathered
+
+
+def all_gather_objects(value: Any) -> list[Any]:
+    """`value` of every training rank, by rank. Collective over all training ranks; pickles, so keep it small."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)  # the default group has gloo beside NCCL, so pickles stay off the GPU
+    return gathered
+
+
+def barrier() -> None:
+    """Wait until every training rank is here. Collective over all training ranks; nothing to do for a single one."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(torch.zeros(1))  # a CPU tensor: waits for the processes, not for their GPU streams
