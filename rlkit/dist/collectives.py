@@ -33,9 +33,11 @@ def gather_over_data(shard: Tensor, mesh: RankMesh) -> Tensor:
     """[n] on every rank -> [ranks, n] on every rank. Collective: call on every rank with the same n and dtype."""
     if mesh.data_size == 1:
         return shard[None]
-    gathered = shard.new_empty((mesh.data_size, shard.numel()))
-    dist.all_gather_into_tensor(gathered, shard.contiguous(), group=mesh.data_group)
-    return gathered
+    gathered = shard.new_empty(mesh.data_size * shard.numel())
+    # torch 2.13 gave the function a new name and warns about the old one, which is all that 2.11 has
+    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    gather(gathered, shard.contiguous(), group=mesh.data_group)
+    return gathered.view(mesh.data_size, -1)
 
 
 def all_gather_objects(value: Any) -> list[Any]:

@@ -32,6 +32,7 @@ _ASSIGNED = re.compile(
     r"|\\text\{[^{}]*\}(?:_\{?\w+\}?)?|[A-Za-z][A-Za-z ]{3,40}"  # words
 )
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
+_BASE = re.compile(r"([0-9A-Fa-f]+)_\{?(\d+)\}?")
 _SPACED_DIGITS = re.compile(r"(?<![_^\d])\d+ \d")
 _TEXT = re.compile(r"\\text\{")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
@@ -268,6 +269,9 @@ def _compare_expressions(left: str, right: str, algebra: Algebra) -> Verdict:
         and max(len(left), len(right)) <= 3
     ):
         return left.strip("()").casefold() == right.strip("()").casefold()
+    bases = _BASE.fullmatch(left_core), _BASE.fullmatch(right_core)
+    if bases[0] and bases[1] and bases[0][2] != bases[1][2]:
+        return False  # the same digits in base 5 and base 6; algebra would take the base for a decoration
     if _SPACED_DIGITS.search(left_core + "|" + right_core):
         return False  # two numbers side by side; algebra would add or multiply them
     return algebra(left_core, right_core)

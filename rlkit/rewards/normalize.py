@@ -52,10 +52,11 @@ _TEXT_COMMANDS = re.compile(r"\\(?:text(?:bf|it|rm|normal|sf|tt|sc|up)?|math(?:r
 _SIZING = re.compile(
     r"\\(?:left|right)\s*\.|\\(?:left|right|[bB]ig{1,2}[lrm]?|displaystyle|textstyle|limits|nolimits|mathstrut|strut)(?![A-Za-z])"
 )
-_TIGHT_SPACE = re.compile(r"\\!|\\(?:phantom|hspace|vspace)\*?\{[^{}]*\}")
-_WIDE_SPACE = re.compile(r"\\[,;:> ]|~|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])")
+_TIGHT_SPACE = re.compile(r"(?<!\\)\\!|\\(?:phantom|hspace|vspace)\*?\{[^{}]*\}")
+_WIDE_SPACE = re.compile(r"(?<!\\)\\[,;:> ]|~|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])")
 _FRACTION_COMMAND = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _SYNONYMS = (
+    (re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}"), r"\\binom{\1}{\2}"),
     (re.compile(r"\\leq(?:slant)?(?![A-Za-z])"), r"\\le "),
     (re.compile(r"\\geq(?:slant)?(?![A-Za-z])"), r"\\ge "),
     (re.compile(r"\\neq(?![A-Za-z])"), r"\\ne "),

@@ -170,6 +170,8 @@ class GraderPool:
 
     async def _call(self, *arguments: Any) -> Reply:
         """One request to a free process. A request whose process was lost to another one is sent once more."""
+        if self._is_closed:
+            raise _UnscoredError("crash", "the grader pool is closed")
         await self._start_processes()
         for attempt in range(2):
             index = await self._free.get()
@@ -218,8 +220,6 @@ class GraderPool:
                     self._free.put_nowait(index)
 
     async def _serving_process(self, index: int) -> GraderProcess:
-        if self._is_closed:
-            raise _UnscoredError("crash", "the grader pool is closed")
         if self._processes[index].is_lost:
             self._processes[index] = self._new_process()
             self._counts["processes_replaced"] += 1

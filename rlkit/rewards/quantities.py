@@ -30,6 +30,8 @@ _DEGREE = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?\s*(?:\\text\{\s*)?([CFK]?)\s*\
 _POWER = r"(?:\s*\^\s*\{?\s*(\d)\s*\}?)?"
 _TEXT_UNIT = re.compile(rf"\s*\\text\{{([^{{}}\d=]*)\}}{_POWER}$")
 _BARE_UNIT = re.compile(rf"(?<=[\d)}}])(\s*)([A-Za-z]+(?:[ /][A-Za-z]+){{0,3}}){_POWER}$")
+_TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_NOTE = re.compile(r"(?<=[\d)}]) \(([A-Za-z][A-Za-z ]{2,40})\)$")
 _LETTER_UNITS = frozenset("mshglLNJW")
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _SCALE_WORDS = re.compile(rf"({'|'.join(_SCALES)})\b\s*", re.IGNORECASE)
@@ -126,9 +128,11 @@ def split_unit(text: str, *, attached_letters: bool = False) -> tuple[str, str |
         text = prefix.group(1) + text[prefix.end() :]
     if percent := _PERCENT.search(text):
         return text[: percent.start()].strip(), unit, True
-    if degree := _DEGREE.search(text):
+    if (degree := _DEGREE.search(text)) and not _TRIGONOMETRY.search(text):
         scale = {"C": "celsius", "F": "fahrenheit", "K": "kelvin"}.get(degree.group(1), "degree")
         return text[: degree.start()].strip(), scale, False
+    if note := _NOTE.search(text):  # 5 (five)
+        text = text[: note.start()]
     found: tuple[int, str | None] | None = None
     if match := _TEXT_UNIT.search(text):
         found = _read_unit(match.group(1), match.group(2), is_marked=True)

@@ -9,6 +9,7 @@ of memory.
 """
 
 import logging
+import re
 from fractions import Fraction
 from typing import Any
 
@@ -24,6 +25,8 @@ from rlkit.rewards.quantities import is_rounding
 _DIGITS = 50
 _RELATIVE_TOLERANCE = sympy.Rational(1, 10**35)
 _POINTS = (sympy.Rational(7, 5), sympy.Rational(-11, 13), sympy.Rational(23, 9))
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*\\circ(?![A-Za-z])")
+_SYMBOL = re.compile(r"\\[A-Za-z]+|[A-Za-z](?!_)")
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0),)
 
 
@@ -34,6 +37,7 @@ def symbolic_equal(answer: str, label: str) -> bool:
 
 def expressions_equal(answer: str, label: str) -> bool:
     """Whether two normalised expressions without collections in them are the same."""
+    answer, label = _keep_case(answer, label)
     parsed_answer, parsed_label = _parse(answer), _parse(label)
     left, right = _expression(parsed_answer), _expression(parsed_label)
     if isinstance(left, MatrixBase) and isinstance(right, MatrixBase):
@@ -62,8 +66,22 @@ def warm_up() -> None:
         expressions_equal(answer, label)
 
 
+def _keep_case(*texts: str) -> tuple[str, ...]:
+    """Mark capital variables whose small letter occurs too: the parser reads every symbol in lower case, and R - r is
+    not 0.
+    """
+    letters = {symbol for text in texts for symbol in _SYMBOL.findall(text) if len(symbol) == 1}
+    both = {letter for letter in letters if letter.isupper() and letter.lower() in letters}
+    if not both:
+        return texts
+    return tuple(
+        _SYMBOL.sub(lambda match: match[0] + "_{cap}" if match[0] in both else match[0], text) for text in texts
+    )
+
+
 def _parse(text: str) -> list[Any]:
     """math-verify's readings of one expression: a sympy object if it could be parsed, and the text itself."""
+    text = _DEGREES.sub(r"(\1 \\cdot \\pi / 180)", text)
     return parse(f"\\boxed{{{text}}}", extraction_config=_EXTRACTION, parsing_timeout=0)
 
 

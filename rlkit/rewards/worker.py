@@ -14,6 +14,7 @@ import resource
 import select
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,8 @@ from rlkit.types.errors import ConfigError
 
 Handler = Callable[..., Any]
 
+_LOOK_EVERY_MS = 1000  # in case the executor left children that keep its pipe open
+_FAREWELL_S = 0.05
 _RECYCLED = 3  # exit code of an executor that makes room for a fresh one
 _REQUESTS_PER_EXECUTOR = 5000  # sympy's caches only grow
 
@@ -37,10 +40,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the pipe
     handler = None if setup.custom_path else _load_algebra()
     while True:
-        pid = os.fork()
-        if pid == 0:
-            _run_executor(setup, handler, requests, replies)
-        status = os.waitpid(pid, 0)[1]
+        status = _run_until_it_ends(setup, handler, requests, replies)
         if os.WIFEXITED(status) and os.WEXITSTATUS(status) != _RECYCLED:
             return
         if os.WIFSIGNALED(status):
@@ -73,10 +73,38 @@ def _load_algebra() -> Handler:
     return compare
 
 
+def _run_until_it_ends(setup: WorkerSetup, handler: Handler | None, requests: int, replies: int) -> int:
+    """Fork an executor and return its wait status. When the parent's end of `requests` closes, the executor ends with
+    it.
+    """
+    life_read, life_write = os.pipe()  # closes when the executor is gone, whatever ended it
+    pid = os.fork()
+    if pid == 0:
+        os.close(life_read)
+        _run_executor(setup, handler, requests, replies)
+    os.close(life_write)
+    poll = select.poll()
+    poll.register(requests, 0)  # hang-ups are always reported
+    poll.register(life_read, 0)
+    try:
+        while True:
+            hung_up = [fd for fd, _ in poll.poll(_LOOK_EVERY_MS)]
+            if requests in hung_up:
+                # An idle executor sees it too and leaves; one in the middle of a grading has nobody to answer to.
+                time.sleep(_FAREWELL_S)
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                return 0
+            ended, status = os.waitpid(pid, os.WNOHANG if life_read not in hung_up else 0)
+            if ended:
+                return status
+    finally:
+        os.close(life_read)
+
+
 def _run_executor(setup: WorkerSetup, handler: Handler | None, requests: int, replies: int) -> None:
     code = 1
     try:
-        threading.Thread(target=_exit_with_parent, args=(requests,), daemon=True).start()
         if setup.memory_limit_bytes is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_AS)
             limit = setup.memory_limit_bytes if hard == resource.RLIM_INFINITY else min(hard, setup.memory_limit_bytes)
@@ -99,14 +127,6 @@ def _run_executor(setup: WorkerSetup, handler: Handler | None, requests: int, re
         code = 0
     finally:
         os._exit(code)  # never back into the supervisor's stack
-
-
-def _exit_with_parent(requests: int) -> None:
-    """End the executor as soon as the other end of its input is closed, also in the middle of a grading."""
-    poll = select.poll()
-    poll.register(requests, 0)  # hang-ups are always reported
-    poll.poll()
-    os._exit(0)
 
 
 def _serve_in_turn(setup: WorkerSetup, handler: Handler, requests: int, replies: int) -> int:

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -19,7 +20,7 @@ from transformers import (
 
 from rlkit.algo.advantages import group_advantages
 from rlkit.algo.batching import build_updates
-from rlkit.backends.fsdp.backend import FsdpBackend
+from rlkit.backends.fsdp.backend import BackendState, FsdpBackend
 from rlkit.config.schema import ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from rlkit.types.batches import Update
 from rlkit.types.ranks import MetricSet, RankInfo
@@ -163,6 +164,11 @@ def start_backend(cfg: RunConfig, *, resume_from: Path | None = None) -> FsdpBac
     backend = FsdpBackend()
     backend.init(cfg, rank_info(), resume_from=resume_from)
     return backend
+
+
+def parts_of(backend: FsdpBackend) -> Any:
+    """What `init` built: model, optimizer, mesh, ..."""
+    return backend._parts("be tested", BackendState.AWAKE, BackendState.ASLEEP)
 
 
 def all_weights(backend: FsdpBackend, max_bytes: int = 1 << 20) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp_setup import make_config, start_backend, train_step
+from fsdp_setup import make_config, parts_of, start_backend, train_step
 
 from rlkit.backends.fsdp.model import named_shards
 from rlkit.backends.fsdp.optimizer import ShardOptimizer, decay_steps, learning_rate
@@ -55,7 +55,7 @@ def test_only_matrices_decay(checkpoints: dict[str, Path]):
     """With zero gradients AdamW does nothing but decay."""
     cfg = make_config(checkpoints["llama"], lr=0.5, weight_decay=0.2)
     backend = start_backend(cfg)
-    policy = backend._parts("test", *type(backend._state)).policy
+    policy = parts_of(backend).policy
     optimizer = ShardOptimizer(policy, cfg.optimizer)
     before = {name: shard.full_tensor().clone() for name, shard in named_shards(policy)}
     for _, shard in named_shards(policy):
@@ -74,7 +74,7 @@ def test_the_gradient_is_clipped_as_a_whole(checkpoints: dict[str, Path]):
         cfg = make_config(checkpoints["qwen3"], clip_grad=limit)
         backend = start_backend(cfg)
         norm = train_step(backend, cfg)["train/grad_norm"]
-        optimizer = backend._parts("test", *type(backend._state)).optimizer
+        optimizer = parts_of(backend).optimizer
         moments = [state["exp_avg"] for state in optimizer.adamw.state.values()]
         results.append((norm, torch.nn.utils.get_total_norm(moments).item() / (1 - cfg.optimizer.adam_beta1)))
     (norm, applied), (norm_again, clipped) = results

@@ -2,7 +2,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp_setup import all_weights, make_config, make_samples, make_updates, start_backend, train_step
+from fsdp_setup import (
+    all_weights,
+    make_config,
+    make_samples,
+    make_updates,
+    parts_of,
+    rank_info,
+    start_backend,
+    train_step,
+)
 
 from rlkit.backends.fsdp.backend import FsdpBackend
 from rlkit.backends.fsdp.model import local_shard, named_shards
@@ -53,7 +62,7 @@ def test_swapping_a_real_model_and_optimizer_is_neutral(checkpoints: dict[str, P
         backend = start_backend(cfg)
         train_step(backend, cfg, 0)
         if swaps:
-            parts = backend._parts("test", *type(backend._state))
+            parts = parts_of(backend)
             before = all_weights(backend)
             parts.swap.offload(
                 [*(local_shard(shard) for _, shard in named_shards(parts.policy)), *parts.optimizer.state_tensors()]
@@ -94,7 +103,7 @@ def test_states_are_enforced(checkpoints: dict[str, Path], tmp_path: Path):
     with pytest.raises(TrainError, match="cannot wake up: the backend is awake"):
         backend.wake_up()
     with pytest.raises(TrainError, match="init called on a backend that is awake"):
-        start_again(backend, checkpoints["qwen3"])
+        backend.init(cfg, rank_info(), resume_from=None)
     backend.sleep()
     assert all_weights(backend)
     for call in (
@@ -106,9 +115,3 @@ def test_states_are_enforced(checkpoints: dict[str, Path], tmp_path: Path):
             call()
     backend.wake_up()
     backend.train(0, updates)
-
-
-def start_again(backend: FsdpBackend, path: Path) -> None:
-    from fsdp_setup import rank_info
-
-    backend.init(make_config(path), rank_info(), resume_from=None)

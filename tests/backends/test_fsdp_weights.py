@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp_setup import all_weights, make_config, save_checkpoint_dir, start_backend, train_step
+from fsdp_setup import all_weights, make_config, make_samples, parts_of, save_checkpoint_dir, start_backend, train_step
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 
@@ -58,7 +58,7 @@ def test_a_tied_matrix_is_one_parameter_with_the_gradient_of_both_uses(tmp_path:
 
     samples = tied_samples()
     train_step(backend, cfg, samples=samples)
-    optimizer = backend._parts("test", *type(backend._state)).optimizer
+    optimizer = parts_of(backend).optimizer
     moments = dict(zip(optimizer._shards, (optimizer.adamw.state[p] for p in optimizer._locals.values()), strict=True))
     ours = moments["model.embed_tokens.weight"]["exp_avg"] / (1 - cfg.optimizer.adam_beta1)
 
@@ -73,8 +73,6 @@ def test_a_tied_matrix_is_one_parameter_with_the_gradient_of_both_uses(tmp_path:
 
 
 def tied_samples():
-    from fsdp_setup import make_samples
-
     samples = make_samples([(2, 4), (1, 3), (3, 3), (2, 2)] * 2)
     for sample in samples:
         sample.tokens = [token % 8 for token in sample.tokens]

@@ -1,5 +1,5 @@
 import json
-from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -54,10 +54,10 @@ def test_attention_stays_inside_each_sample(kind: PackedAttention):
     seen = attend(kind, zeros, zeros, one_hot, lengths)[:, 0] > 0
     assert seen.sum().item() == expected["allowed_pairs"]
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    for start, end in zip(starts, starts[1:], strict=False):
+    for start, end in pairwise(starts):
         assert torch.equal(seen[start:end, start:end], torch.ones(end - start, end - start).tril().bool())
 
-    samples = [replace(sample) for sample in make_samples([(1, length - 1) for length in lengths])]
+    samples = make_samples([(1, length - 1) for length in lengths])
     batch = pack(
         samples, sample_ids=[0, 1, 2], advantages=[1.0] * 3, token_weights=[1.0] * 3, with_rollout_logprobs=True
     )

@@ -6,19 +6,19 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-END, PAD, SPECIAL = "<|end|>", "<|pad|>", "<|special|>"
+END, PAD, SPECIAL, SPARE = "<|end|>", "<|pad|>", "<|special|>", "<|spare|>"
 MERGES = [("t", "h"), ("th", "e"), ("Ġ", "a"), ("o", "n")]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Every byte is a token; a few merges, so that a text can be spelled in more than one way."""
+    """264 tokens: every byte, and a few merges, so that a text can be spelled in more than one way."""
     vocab = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for left, right in MERGES:
         vocab[left + right] = len(vocab)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=MERGES))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([END, PAD, SPECIAL])
+    tokenizer.add_special_tokens([END, PAD, SPECIAL, SPARE])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
 
 
@@ -47,7 +47,7 @@ def make_model(*, seed: int, tie: bool, vocab_size: int) -> Qwen3ForCausalLM:
 def save_model(folder: Path, *, seed: int, tie: bool) -> Path:
     """The folder, complete with tokenizer and `generation_config.json`."""
     tokenizer = make_tokenizer()
-    model = make_model(seed=seed, tie=tie, vocab_size=-(-len(tokenizer) // 8) * 8)
+    model = make_model(seed=seed, tie=tie, vocab_size=len(tokenizer))
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id
     )

@@ -126,9 +126,11 @@ def build_model(
     model = ScoringModel(hf_model)
     # train mode is what switches gradient checkpointing on; with dropout off it changes nothing else
     model.train(trainable).requires_grad_(trainable)
+    buffers = _computed_buffers(hf_model)
     _shard(model, mesh, compute_dtype)
     model.to_empty(device=mesh.device)
-    _recompute_buffers(hf_model)
+    for name, value in buffers.items():
+        hf_model.get_buffer(name).copy_(value)
     return model
 
 
@@ -156,17 +158,31 @@ def _shard(model: ScoringModel, mesh: RankMesh, compute_dtype: torch.dtype) -> N
     register_fsdp_forward_method(model, "check_scoring")
 
 
-def _recompute_buffers(hf_model: PreTrainedModel) -> None:
-    """Fill the buffers that no checkpoint holds, such as rotary frequencies: `to_empty` left them undefined."""
-    for name, buffer in hf_model.named_non_persistent_buffers():
-        owner = hf_model.get_submodule(name.rpartition(".")[0])
-        if buffer.is_floating_point():
-            buffer.fill_(float("nan"))
-        hf_model._init_weights(owner)
-        if buffer.is_floating_point() and buffer.isnan().any():
+def _computed_buffers(hf_model: PreTrainedModel) -> dict[str, Tensor]:
+    """Values of the buffers that no checkpoint holds, such as rotary frequencies, of a model on the meta device."""
+    names = [name for name, _ in hf_model.named_non_persistent_buffers()]
+    owners = {name: hf_model.get_submodule(name.rpartition(".")[0]) for name in names}
+    for name, owner in owners.items():
+        leaf = name.rpartition(".")[2]
+        buffer = owner.get_buffer(leaf)
+        owner.register_buffer(leaf, torch.full_like(buffer, _unset(buffer.dtype), device="cpu"), persistent=False)
+    for owner in owners.values():
+        hf_model._init_weights(owner)  # parameters are on the meta device still: only buffers are computed
+    for name in names:
+        buffer = hf_model.get_buffer(name)
+        unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer.dtype)
+        if unset.any():
             raise ConfigError(
-                f"{type(hf_model).__name__} does not say how to fill its buffer {name}, so it cannot be built"
+                f"{type(hf_model).__name__} does not say how to fill its buffer {name}; it cannot be built"
             )
+    return {name: hf_model.get_buffer(name) for name in names}
+
+
+def _unset(dtype: torch.dtype) -> float:
+    """A value that no computed buffer holds."""
+    if dtype.is_floating_point:
+        return float("nan")
+    return torch.iinfo(dtype).min
 
 
 def fsdp(model: ScoringModel) -> FSDPModule:

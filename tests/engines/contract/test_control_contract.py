@@ -222,12 +222,12 @@ def test_sleep_gives_the_cache_back_and_refuses_to_generate(embedded: RunningEng
         assert await cache_bytes(control) > 0
         await control.release_memory(["kv_cache", "weights"])
         assert await cache_bytes(control) == 0
-        with pytest.raises(EngineError, match="503.*sleeps"):
+        with pytest.raises(EngineError, match=r"503.*sleeps"):
             await router.generate(long_request([1], num_tokens=4))
         with pytest.raises(EngineError, match="released already"):
             await control.release_memory(["weights"])
         await control.resume_memory(["kv_cache", "weights"])
-        with pytest.raises(EngineError, match="503.*hold nothing"):
+        with pytest.raises(EngineError, match=r"503.*hold nothing"):
             await router.generate(long_request([1], num_tokens=4))
         with pytest.raises(EngineError, match="not released"):
             await control.resume_memory(["weights"])
