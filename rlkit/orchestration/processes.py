@@ -5,11 +5,25 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from rlkit.orchestration.undertaker import PROPER_END
 
 STOP_TIMEOUT_S = 8.0
 """Longer than the guardian's own grace, so that it is the guardian that ends the group."""
+
+
+def start_undertaker() -> Callable[[], None]:
+    """Have everything below this process ended should it be killed. Call what is returned at a proper end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlkit.orchestration.undertaker"], stdin=subprocess.PIPE, start_new_session=True
+    )
+
+    def say_proper_end() -> None:
+        process.communicate(PROPER_END, timeout=STOP_TIMEOUT_S)
+
+    return say_proper_end
 
 
 class ServerProcess:

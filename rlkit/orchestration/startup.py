@@ -23,6 +23,7 @@ from rlkit.orchestration.cluster import Cluster
 from rlkit.orchestration.engine_servers import EnginePool
 from rlkit.orchestration.layout import plan_layout
 from rlkit.orchestration.phases import Phases, SharedGpus, SplitGpus
+from rlkit.orchestration.processes import start_undertaker
 from rlkit.orchestration.rollout_worker import Rollouts
 from rlkit.orchestration.router import register_engines, start_router
 from rlkit.orchestration.train_workers import TrainGroup
@@ -63,6 +64,7 @@ class Startup:
     def run(self, checkpoint: Checkpoint | None, *, weight_version: int) -> Fleet:
         began = time.perf_counter()
         resume_from = checkpoint.trainer_dir if checkpoint is not None else None
+        self._on_exit(start_undertaker())
         cluster = Cluster(self._cfg, self._layout, device=self._device)
         self._on_exit(cluster.close)
         rollouts = Rollouts(self._cfg, run_dir=self._run_dir, waiter=self._waiter, console=self._console)

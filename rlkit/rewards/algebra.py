@@ -19,7 +19,7 @@ from rlkit.types.errors import RewardError
 logger = logging.getLogger(__name__)
 
 CPU_LIMIT_S = 2.0
-WALL_LIMIT_S = 4.0
+WALL_LIMIT_S = 6.0  # far above the processor time, so that a busy machine does not change verdicts
 MEMORY_LIMIT_BYTES = 2 << 30
 CALL_LIMIT_S = 9.0
 """A whole call of `grade`, including the wait for a process and its start."""
@@ -81,14 +81,18 @@ class AlgebraService:
         known = self._memory.get(pair)
         if known is not None:
             return known
-        for _ in range(2):  # once more if the process turned out to be gone
+        for attempt in range(2):  # once more if the process turned out to be gone
             process = self._acquire(deadline)
             if process is None:
                 break
             try:
                 verdict = _ask(process, pair, deadline)
+            except RewardError:
+                if attempt:
+                    raise
+                continue
             finally:
-                self._release(process)
+                self._idle.put(process)
             if verdict is not None:
                 self._memory.put(pair, verdict)
                 return verdict
@@ -125,21 +129,22 @@ class AlgebraService:
         except queue.Empty:
             return None
 
-    def _release(self, process: GraderProcess) -> None:
-        self._idle.put(process)
-
 
 def _ask(process: GraderProcess, pair: Pair, deadline: float) -> bool | None:
-    """Verdict of one process; False where it ran into its limits, None where it could not be asked."""
+    """Verdict of one process: False where it ran into its limits, None where there was no time for an answer.
+
+    RewardError when the process cannot start.
+    """
     try:
         process.ready.result(timeout=max(0.0, deadline - time.monotonic()))
-    except (concurrent.futures.TimeoutError, RewardError):
+    except concurrent.futures.TimeoutError:
         return None
-    limit = min(WALL_LIMIT_S + _GRACE_S, deadline - time.monotonic())
+    limit = WALL_LIMIT_S + _GRACE_S
+    left = deadline - time.monotonic()
     try:
-        return process.submit(*pair).result(timeout=max(0.0, limit)).value is True
+        return process.submit(*pair).result(timeout=max(0.0, min(limit, left))).value is True
     except WorkerLostError as error:
         return None if process.is_lost and not error.timed_out else False
     except concurrent.futures.TimeoutError:
-        process.kill()  # its own timers should have ended it
-        return False
+        process.kill()  # it is still at work on this pair, whose fate must not be taken for that of the next one
+        return None if left < limit else False

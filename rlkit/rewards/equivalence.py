@@ -8,6 +8,8 @@ algebra can tell".
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from rlkit.rewards.exact_numbers import is_too_large
 from rlkit.rewards.normalize import bracket_depths, compact, normalize, split_top, trim
@@ -92,13 +94,11 @@ def _number(text: str) -> Quantity | None:
     return None if is_tuple else parse_quantity(text)
 
 
+@dataclass(frozen=True, slots=True)
 class _Decided:
     """A verdict that is final for its kind, to tell it from "not of this kind"."""
 
-    __slots__ = ("result",)
-
-    def __init__(self, result: Verdict) -> None:
-        self.result = result
+    result: Verdict
 
 
 def _compare_collections(left: str, right: str, algebra: Algebra) -> _Decided | None:
@@ -134,15 +134,13 @@ def _compare_collections(left: str, right: str, algebra: Algebra) -> _Decided | 
     return _Decided(_match_any_order(a.items, b.items, algebra))
 
 
+@dataclass(frozen=True, slots=True)
 class _Collection:
     """A list `2,9` (any order), an ordered tuple or interval `(2,9)`, or a set `\\{2,9\\}`."""
 
-    __slots__ = ("brackets", "items", "kind")
-
-    def __init__(self, kind: str, brackets: str, items: list[str]) -> None:
-        self.kind = kind
-        self.brackets = brackets
-        self.items = items
+    kind: Literal["list", "ordered", "set"]
+    brackets: str
+    items: list[str]
 
     @classmethod
     def parse(cls, text: str) -> "_Collection | None":

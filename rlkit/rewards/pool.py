@@ -83,6 +83,7 @@ class GraderPool:
         self._processes: list[GraderProcess] = []
         self._free: asyncio.Queue[int] = asyncio.Queue()
         self._start_lock = asyncio.Lock()
+        self._is_async = False
         self._is_closed = False
         self._num_logged_errors = 0
 
@@ -192,6 +193,10 @@ class GraderPool:
         future = process.submit(*arguments)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._setup.wall_limit_s + _GRACE_S)
+        except asyncio.CancelledError:
+            if not self._is_async:
+                process.kill()  # still at work on this sample, whose fate must not be taken for that of the next one
+            raise
         except TimeoutError:
             await asyncio.to_thread(process.kill)
             # A process cuts off a slow grading by itself, except where a coroutine function blocks its loop.
@@ -215,7 +220,8 @@ class GraderPool:
                     raise ConfigError(str(error)) from error
                 raise
             self._processes = processes
-            for _ in range(_ASYNC_REQUESTS_PER_PROCESS if ready[0].is_async else 1):
+            self._is_async = ready[0].is_async
+            for _ in range(_ASYNC_REQUESTS_PER_PROCESS if self._is_async else 1):
                 for index in range(len(processes)):
                     self._free.put_nowait(index)
 

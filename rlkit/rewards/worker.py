@@ -9,10 +9,12 @@ nothing outlives a parent that was killed.
 
 import asyncio
 import inspect
+import io
 import os
 import resource
 import select
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -38,7 +40,11 @@ def main() -> None:
     if not isinstance(setup, WorkerSetup):
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the pipe
-    handler = None if setup.custom_path else _load_algebra()
+    try:
+        handler = None if setup.custom_path else _load_algebra()
+    except ImportError as error:
+        send(replies, Failed(message=f"answers cannot be compared by algebra: {error}; install math-verify"))
+        return
     while True:
         status = _run_until_it_ends(setup, handler, requests, replies)
         if os.WIFEXITED(status) and os.WEXITSTATUS(status) != _RECYCLED:
@@ -56,6 +62,8 @@ def _claim_pipes() -> tuple[int, int]:
     os.dup2(null, 0)
     os.close(null)
     os.dup2(2, 1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # an executor never gets to flush it at exit
     return requests, replies
 
 
@@ -74,9 +82,7 @@ def _load_algebra() -> Handler:
 
 
 def _run_until_it_ends(setup: WorkerSetup, handler: Handler | None, requests: int, replies: int) -> int:
-    """Fork an executor and return its wait status. When the parent's end of `requests` closes, the executor ends with
-    it.
-    """
+    """Fork an executor and return its wait status. When the parent's end of `requests` closes, all end with it."""
     life_read, life_write = os.pipe()  # closes when the executor is gone, whatever ended it
     pid = os.fork()
     if pid == 0:
@@ -90,11 +96,10 @@ def _run_until_it_ends(setup: WorkerSetup, handler: Handler | None, requests: in
         while True:
             hung_up = [fd for fd, _ in poll.poll(_LOOK_EVERY_MS)]
             if requests in hung_up:
-                # An idle executor sees it too and leaves; one in the middle of a grading has nobody to answer to.
+                # An idle executor sees it too and leaves; one in the middle of a grading has nobody to answer to. The
+                # process group is this supervisor, the executor, and whatever a reward function started.
                 time.sleep(_FAREWELL_S)
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                return 0
+                os.killpg(0, signal.SIGKILL)
             ended, status = os.waitpid(pid, os.WNOHANG if life_read not in hung_up else 0)
             if ended:
                 return status

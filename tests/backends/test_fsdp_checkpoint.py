@@ -9,6 +9,7 @@ from fsdp_setup import (
     all_weights,
     make_config,
     parts_of,
+    rank_info,
     save_checkpoint_dir,
     spread_out,
     start_backend,
@@ -40,12 +41,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(checkpoints: dict[str, Path],
     cfg = make_config(checkpoints[name], lr_decay_style="cosine", lr_warmup_iters=1, num_steps_per_rollout=2)
     first = start_backend(cfg)
     train_step(first, cfg, 0)
+    torch.rand(5)  # a random state that --seed alone does not lead to
     first.save(0, tmp_path / "saved", hf_directory=None)
     drawn = torch.rand(3)
     uninterrupted = train_step(first, cfg, 1)
 
     second = FsdpBackend()
-    report = second.init(cfg, parts_rank(), resume_from=tmp_path / "saved")
+    report = second.init(cfg, rank_info(), resume_from=tmp_path / "saved")
     assert report.resumed_step == 0
     assert torch.equal(torch.rand(3), drawn)
     resumed = train_step(second, cfg, 1)
@@ -53,12 +55,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(checkpoints: dict[str, Path],
         assert resumed[f"train/{metric}"] == uninterrupted[f"train/{metric}"], metric
     assert_equal(all_weights(first), all_weights(second))
     assert_equal(optimizer_state(first), optimizer_state(second))
-
-
-def parts_rank():
-    from fsdp_setup import rank_info
-
-    return rank_info()
 
 
 def test_saving_is_neutral_and_can_be_repeated(checkpoints: dict[str, Path], tmp_path: Path):
@@ -143,7 +139,10 @@ def test_the_export_keeps_dtypes_files_and_ties(tmp_path: Path):
     assert (tmp_path / "hf" / "config.json").read_text() == (source / "config.json").read_text()
 
 
-def test_large_models_are_exported_in_several_files(checkpoints: dict[str, Path], tmp_path: Path):
+def test_large_models_are_exported_in_several_files(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("rlkit.backends.fsdp.export.BUCKET_BYTES", 3000)
     backend = start_backend(make_config(checkpoints["qwen3-untied"]))
     parts = parts_of(backend)
     export_hf(parts.policy, parts.mesh, parts.source, tmp_path / "hf", max_file_bytes=30_000)

@@ -169,6 +169,8 @@ def test_weights_agree_after_the_first_step(by_one: dict[str, Outcome], by_two: 
     one, two = by_one[name].first_weights, by_two[name].first_weights
     assert one.keys() == two.keys()
     for key, value in one.items():
+        if key.endswith("k_proj.bias"):
+            continue  # its gradient is zero but for noise: attention does not see a constant added to all keys
         close = (value - two[key]).abs() < 1e-5
         assert close.float().mean() > (0.97 if value.numel() > 100 else 0.85), key
 

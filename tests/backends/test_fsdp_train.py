@@ -12,6 +12,7 @@ from fsdp_setup import (
     make_updates,
     naive_log_probs,
     parts_of,
+    rank_info,
     save_checkpoint_dir,
     start_backend,
     train_step,
@@ -26,6 +27,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from rlkit.backends.fsdp.backend import FsdpBackend
 from rlkit.types.errors import ConfigError, TrainError
 
 POLICY_METRICS = {
@@ -231,10 +233,6 @@ def test_bf16_compute_keeps_float32_masters(checkpoints: dict[str, Path]):
 
 
 def test_the_number_of_parameters_counts_tied_ones_once(checkpoints: dict[str, Path]):
-    from fsdp_setup import rank_info
-
-    from rlkit.backends.fsdp.backend import FsdpBackend
-
     for name in ("qwen3", "qwen3-untied"):
         report = FsdpBackend().init(make_config(checkpoints[name]), rank_info(), resume_from=None)
         assert report.num_params == AutoModelForCausalLM.from_pretrained(checkpoints[name]).num_parameters()

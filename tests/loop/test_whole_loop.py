@@ -54,7 +54,9 @@ def test_layouts_update_every_engine(run_training, layout):
 def test_first_step_does_not_depend_on_ranks_packing_or_micro_batches(run_training, tmp_path):
     """From one recorded rollout: the same loss and gradient norm for any number of ranks and any packing."""
     record = tmp_path / "rollout_{rollout_id}.jsonl"
-    first = run_training(*LAYOUTS["colocated 1+1"], "--num-rollout", 1, "--save-debug-rollout-data", record, name="record")
+    first = run_training(
+        *LAYOUTS["colocated 1+1"], "--num-rollout", 1, "--save-debug-rollout-data", record, name="record"
+    )
     replay = ("--num-rollout", 1, "--load-debug-rollout-data", record)
     variants = {
         "one micro-batch": (*ONE, "--max-tokens-per-gpu", 4096),

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import subprocess
 import sys
 import time
 
@@ -53,6 +54,15 @@ def exits(response, label, metadata):
 def sleeps(response, label, metadata):
     time.sleep(float(response))
     return 1.0
+
+
+def starts_a_process(response, label, metadata):
+    """Writes both process ids to the file named by the response, then hangs."""
+    child = subprocess.Popen(["sleep", "300"])
+    with open(response + ".part", "w") as file:
+        file.write(f"{os.getpid()} {child.pid}")
+    os.rename(response + ".part", response)
+    time.sleep(300)
 
 
 def spins(response, label, metadata):

@@ -69,6 +69,19 @@ def test_many_threads_grade_at_once():
     assert rewards == [row[2] for row in rows]
 
 
+@pytest.mark.slow
+def test_more_hostile_threads_than_processes_delay_but_do_not_spoil_others():
+    def hostile(n: int) -> tuple[float, float]:
+        began = time.monotonic()
+        return grade("math", f"\\boxed{{x^{{9^{{9^{{{n + 9}}}}}}}}}", "x"), time.monotonic() - began
+
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        results = list(pool.map(hostile, range(24)))
+    assert {reward for reward, _ in results} == {0.0}
+    assert max(seconds for _, seconds in results) < LIMIT_S
+    assert grade("math", r"\boxed{\sqrt{98}}", r"7\sqrt{2}") == 1.0
+
+
 def test_works_inside_an_event_loop():
     async def main() -> list[float]:
         loop = asyncio.get_running_loop()

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -189,13 +191,29 @@ def test_output_of_a_function_does_not_disturb_the_protocol(capfd):
     results, _ = run(custom("talks"), sample_of(""), sample_of(""))
     assert [result.reward for result in results] == [1.0, 1.0]
     captured = capfd.readouterr()
-    assert "raw bytes" in captured.err and captured.out == ""
+    assert captured.err.count("raw bytes\n") == captured.err.count("to standard output\n") == 2
+    assert captured.out == ""
 
 
 def test_gradings_spread_over_the_processes():
     results, _ = run(custom("process_id", rm_num_workers=2), *(sample_of("") for _ in range(12)))
     assert len({result.reward for result in results}) == 2
     assert os.getpid() not in {result.reward for result in results}
+
+
+def test_a_cancelled_grading_does_not_spoil_the_next_one():
+    async def main() -> GradeResult:
+        pool = GraderPool(custom("sleeps", rm_timeout_s=1.0))
+        try:
+            await pool.start()
+            abandoned = asyncio.create_task(pool.grade(sample_of("60")))
+            await asyncio.sleep(0.3)
+            abandoned.cancel()
+            return await pool.grade(sample_of("0.9"))
+        finally:
+            pool.close()
+
+    assert asyncio.run(main()).reward == 1.0
 
 
 # ---- coroutines ----------------------------------------------------------------------------------------------------
@@ -235,6 +253,32 @@ def test_coroutines_share_one_loop_and_module():
 
 def test_an_object_with_an_async_call_works():
     assert run(custom("judge"), sample_of(""))[0][0].reward == 0.25
+
+
+def test_a_killed_parent_leaves_neither_its_graders_nor_what_they_started(tmp_path):
+    program = f"""
+import asyncio, sys
+from rlkit.config.schema import RewardConfig
+from rlkit.rewards.pool import GraderPool
+from rlkit.types.samples import Sample
+async def main():
+    path = {str(FUNCTIONS)!r} + ":starts_a_process"
+    pool = GraderPool(RewardConfig(custom_rm_path=path, rm_num_workers=1, rm_timeout_s=300))
+    response = {str(tmp_path / "pids")!r}
+    await pool.grade(Sample(group_id=0, index=0, seed=0, tokens=[1], prompt_length=1, response=response))
+asyncio.run(main())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program])
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "pids").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    parent.kill()
+    parent.wait()
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=5)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 # ---- start and end -------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rlkit.engines.embedded.model import ModelRunner
-from rlkit.engines.embedded.request import EngineRequest, aborted
+from rlkit.engines.embedded.request import EngineRequest, Output, aborted
 from rlkit.engines.embedded.sampling import SamplingBatch, sample, uniform_numbers
 from rlkit.engines.embedded.scheduler import PlannedPiece, Ready, Scheduler
 from rlkit.engines.embedded.scoring import add_input_logprobs, prompt_piece
@@ -38,20 +38,6 @@ HELD_ABORT_STATUS = 499
 """What SGLang answers to a request that is aborted before it has been queued."""
 
 MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Output:
-    """News of one request: its text so far, how many tokens that is, and the weight version that made the last."""
-
-    request: EngineRequest
-    text: str
-    num_output: int
-    weight_version: str
-
-    @property
-    def is_final(self) -> bool:
-        return self.request.finish is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -396,5 +382,6 @@ class Engine:
                 text=request.text_so_far(),
                 num_output=len(request.output_ids),
                 weight_version=self.weight_version,
+                finish=request.finish,
             )
         )

@@ -12,8 +12,7 @@ from typing import Any
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from rlkit.engines.embedded.detokenize import IncrementalText, StopStringFinder
-from rlkit.engines.embedded.engine import Output
-from rlkit.engines.embedded.request import NO_INPUT_LOGPROBS, EngineRequest
+from rlkit.engines.embedded.request import NO_INPUT_LOGPROBS, EngineRequest, Output
 from rlkit.engines.embedded.sampling import uniform_numbers
 from rlkit.types.errors import EngineError
 from rlkit.types.generation import SamplingParams
@@ -237,7 +236,7 @@ def answer(output: Output) -> dict[str, Any]:
     output_ids = request.output_ids[: output.num_output]
     meta: dict[str, Any] = {
         "id": request.rid,
-        "finish_reason": request.finish,
+        "finish_reason": output.finish,
         "prompt_tokens": len(request.prompt),
         "weight_version": output.weight_version,
         "num_retractions": request.num_retractions,

@@ -92,6 +92,22 @@ class EngineRequest:
         return text[: len(before) + len(matched)] if self.no_stop_trim else before
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """News of one request: its text so far, how many tokens that is, and the weight version that made the last."""
+
+    request: EngineRequest
+    text: str
+    num_output: int
+    weight_version: str
+    finish: FinishDict | None
+    """The request's at that moment: by the time this is read it may have ended."""
+
+    @property
+    def is_final(self) -> bool:
+        return self.finish is not None
+
+
 def aborted(message: str = "Aborted", status_code: int | None = None) -> FinishDict:
     """A status code turns the answer into an HTTP error."""
     return {"type": "abort", "message": message, "status_code": status_code, "err_type": None}

@@ -11,10 +11,10 @@ import orjson
 from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 
-from rlkit.engines.embedded.engine import Engine, Output
+from rlkit.engines.embedded.engine import Engine
 from rlkit.engines.embedded.group import UpdateGroups
 from rlkit.engines.embedded.protocol import Refusal, RequestReader, answer, is_stream, refusal_event
-from rlkit.engines.embedded.request import EngineRequest
+from rlkit.engines.embedded.request import EngineRequest, Output
 from rlkit.engines.wire import parse_weight_version
 from rlkit.types.errors import EngineError
 
@@ -156,7 +156,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def _final_response(output: Output) -> Response:
-    finish = output.request.finish
+    finish = output.finish
     assert finish is not None
     if (status := finish.get("status_code")) is not None:
         return error_response(finish["message"], status)
