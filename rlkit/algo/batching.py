@@ -72,7 +72,7 @@ def is_trained_on(sample: Sample, *, require_reward: bool = True) -> bool:
 def loss_weights(
     num_loss_tokens: Sequence[int], *, per_token_loss: bool, constant_length: int | None = None
 ) -> list[float]:
-    """Weight of one trained token of each sample; `num_loss_tokens` are all samples of one optimizer step, none of them 0.
+    """Weight of one trained token of each sample. `num_loss_tokens` counts those of all samples of one optimizer step.
 
     `per_token_loss`: the mean over all tokens of the step. Otherwise the mean over samples of each one's token mean;
     or, with `constant_length`, of its token sum over that constant, so that long answers are not favoured (Dr.GRPO,

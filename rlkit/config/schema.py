@@ -142,8 +142,8 @@ class RewardConfig:
     """How responses are graded."""
 
     rm_type: str | None = None
-    """Built-in grader: `math`, `exact`; `boxed_` in front extracts \\boxed{} first. A row's metadata may name another
-    (`rm_type`)."""
+    """Built-in grader: `math`, `exact`, `deepscaler`, `dapo`, `f1`, `gpqa` or `random`; `boxed_` in front grades what
+    \\boxed{} holds. A row's metadata may name another (`rm_type`)."""
     custom_rm_path: str | None = None
     """`package.module.function` or `file.py:function`: `(response, label, metadata) -> float | dict | None`, or the
     same as a coroutine. Instead of `--rm-type`."""

@@ -112,7 +112,7 @@ class Session:
 
     def _find_checkpoint(self) -> Checkpoint | None:
         checkpoint = find_checkpoint(self.folders.load, self.cfg.checkpoint.ckpt_step)
-        if checkpoint is None and self.cfg.checkpoint.load is not None:
+        if checkpoint is None and self.folders.load != self.folders.save:
             raise CheckpointError(f"--load {self.folders.load} holds no checkpoint of rlkit (iter_0000000/...)")
         return checkpoint
 

@@ -17,6 +17,7 @@ from fsdp_setup import (
     start_backend,
     train_step,
 )
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -28,6 +29,7 @@ from transformers import (
 )
 
 from rlkit.backends.fsdp.backend import FsdpBackend
+from rlkit.backends.fsdp.trainer import micro_batch
 from rlkit.types.errors import ConfigError, TrainError
 
 POLICY_METRICS = {
@@ -56,6 +58,16 @@ def test_the_first_optimizer_step_has_ratio_one(checkpoints: dict[str, Path]):
     assert metrics["train/kl_loss"] == 0.0
     assert metrics["train/lr"] == cfg.optimizer.lr
     assert metrics["train/num_tokens"] == sum(sum(s.loss_mask) for s in make_samples(MIXED_LENGTHS))
+
+
+def test_scoring_leaves_the_model_sharded(checkpoints: dict[str, Path]):
+    cfg = make_config(checkpoints["qwen3"])
+    backend = start_backend(cfg)
+    parts = parts_of(backend)
+    (update,) = make_updates(make_samples(MIXED_LENGTHS), cfg)[0]
+    scored = parts.trainer.score(parts.policy, [micro_batch(batch) for batch in update.micro_batches])
+    assert [len(logp_T) for logp_T in scored] == [batch.num_tokens for batch in update.micro_batches]
+    assert all(isinstance(parameter, DTensor) for parameter in parts.policy.parameters())
 
 
 def test_old_log_probs_are_those_from_before_the_first_step(checkpoints: dict[str, Path]):

@@ -79,6 +79,7 @@ def test_missing_path_is_named(
     "fields",
     [
         {"ref_load": "no/ref/here"},
+        {"load": "{tmp}/first_start", "save": "{tmp}/first_start"},
         {"rm_type": None, "custom_rm_path": "package.module.function"},
         {"load_debug_rollout_data": "later_{rollout_id}.jsonl", "prompt_data": "no.jsonl"},
         {"rollout_num_gpus_per_engine": 2},

@@ -79,7 +79,9 @@ class _FileWriter:
 
     def _flush(self) -> None:
         assert self._current is not None
-        save_file(self._pending, self._directory / self._current, metadata={"format": "pt"})
+        path = self._directory / self._current
+        save_file(self._pending, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # safetensors makes files that only their owner may read
         self._pending = {}
 
 

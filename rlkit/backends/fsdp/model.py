@@ -142,8 +142,8 @@ def _switch_off_dropout(config: PreTrainedConfig) -> None:
 
 def _shard(model: ScoringModel, mesh: RankMesh, compute_dtype: torch.dtype) -> None:
     """`fully_shard` on every block, then on the root, whose group keeps embedding, last norm and head together."""
-    # Nothing needs casting on its way in: the embedding's output has the compute dtype. Asking FSDP2 to look would make it walk
-    # through every argument of every block, the layout with its hundreds of lengths among them.
+    # Nothing needs casting on its way in: the embedding's output has the compute dtype. Asking FSDP2 to look would make
+    # it walk through every argument of every block, the layout with its hundreds of lengths among them.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     block_names = set(model.hf_model._no_split_modules or ())
     blocks = [module for module in model.modules() if type(module).__name__ in block_names]

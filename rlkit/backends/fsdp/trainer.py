@@ -112,7 +112,7 @@ class Trainer:
         """Log-probs of every micro-batch under `model`, f32 [T] each. Collective."""
         with self._spans(SpanName.LOG_PROB):
             scored = [self._forward(model, micro.to(self._mesh.device))[0] for micro in micro_batches]
-            # without a backward pass FSDP2 leaves the root whole, and the next forward would not see new weights
+            # without a backward pass FSDP2 leaves the root's parameters whole, where sleep and save want shards
             fsdp(model).reshard()
         return scored
 
@@ -205,8 +205,8 @@ class Trainer:
             raise TrainError(
                 f"step {step}, optimizer step {self.optimizer_steps}: loss {loss}, gradient norm {norm}, "
                 f"learning rate {lr:g}; not finite, so the weights were left as they are. Look at "
-                "train/train_rollout_logprob_abs_diff and train/ppo_kl of the steps before, and at this step's samples; "
-                "a lower --lr or --eps-clip-c often helps"
+                "train/train_rollout_logprob_abs_diff and train/ppo_kl of the steps before, and at this step's "
+                "samples; a lower --lr or --eps-clip-c often helps"
             )
         limit = self._cfg.optimizer.clip_grad
         if limit > 0.0 and norm > limit:

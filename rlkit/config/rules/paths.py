@@ -47,9 +47,11 @@ def grader_file_is_there(cfg: RunConfig) -> list[str]:
 
 
 def resumed_folder_is_there(cfg: RunConfig) -> list[str]:
-    if cfg.checkpoint.load is None or Path(cfg.checkpoint.load).is_dir():
+    load = cfg.checkpoint.load
+    # Scripts of slime's users pass the same folder to --load and --save: on the first start it is not there yet.
+    if load is None or load == cfg.checkpoint.save or Path(load).is_dir():
         return []
-    return [f"load = {cfg.checkpoint.load} is not a folder; correct --load, or drop it to start anew"]
+    return [f"load = {load} is not a folder; correct --load, or drop it to start anew"]
 
 
 def replayed_rollout_is_there(cfg: RunConfig) -> list[str]:

@@ -17,6 +17,8 @@ from transformers import AttentionInterface
 from rlkit.engines.embedded.kv_cache import SlotCache
 
 ATTENTION_NAME = "rlkit_slots"
+MATMUL_LENGTH = 256
+"""Up to this length a decode step on a CPU attends by plain matrix products."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,14 +42,24 @@ class DecodeStep:
         values.view(-1, values.shape[3]).index_copy_(0, rows, value.reshape(num * num_kv_heads, -1))
         # The G query heads that share a key head stand as G query rows: grouped heads without repeating keys.
         query = query.reshape(num, num_kv_heads, -1, query.shape[3])
-        output = F.scaled_dot_product_attention(
-            query,
-            keys[:num, :, : self.max_length],
-            values[:num, :, : self.max_length],
-            attn_mask=self._mask(window, query.dtype),
-            scale=scale,
-        )
+        keys, values = keys[:num, :, : self.max_length], values[:num, :, : self.max_length]
+        if query.device.type == "cpu" and query.dtype == torch.float32 and self.max_length <= MATMUL_LENGTH:
+            output = self._by_matmul(query, keys, values, scale, self._mask(window, query.dtype))
+        else:
+            mask = self._mask(window, query.dtype)
+            output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
         return output.reshape(num, 1, -1, values.shape[3])
+
+    @staticmethod
+    def _by_matmul(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor) -> Tensor:
+        """Attention in three calls: query [B, K, G, D], keys and values [B, K, L, D] -> [B * K, G, D].
+
+        Short sequences on a CPU; torch's fused kernel takes up to twice as long there.
+        """
+        num, num_kv_heads, group = query.shape[:3]
+        mask = mask.expand(num, num_kv_heads, group, -1).flatten(0, 1)
+        scores = torch.baddbmm(mask, query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), alpha=scale)
+        return torch.bmm(scores.softmax(-1), values.flatten(0, 1))
 
     def _rows(self, num: int, num_kv_heads: int, capacity: int) -> Tensor:
         """Row of each new key in the cache block seen as [S * K * M, D]; the same for all layers of a shape."""
