@@ -47,10 +47,10 @@ def chunked_log_probs(
 
 def log_softmax_of_rows(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
     """float32 [C, V]."""
-    logits_CV = torch.nn.functional.linear(hidden_CD, weight_VD, bias_V).float()
+    logits_CV = torch.nn.functional.linear(hidden_CD, weight_VD, bias_V)
     if temperature != 1.0:
-        logits_CV = logits_CV.div_(temperature)
-    return torch.log_softmax(logits_CV, dim=-1)
+        logits_CV = logits_CV.float().div_(temperature)
+    return torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -100,7 +100,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 pull_CV = logp_CV.add_(entropy_N[rows, None]).mul_(-grad_entropy_N[rows, None])
                 grad_CV.mul_(pull_CV.sub_(grad_logp_N[rows, None]))
             grad_CV.scatter_add_(1, targets_N[rows, None], grad_logp_N[rows, None])
-            grad_CV = grad_CV.div_(ctx.temperature).to(hidden_ND.dtype)
+            if ctx.temperature != 1.0:
+                grad_CV.div_(ctx.temperature)
+            grad_CV = grad_CV.to(hidden_ND.dtype)
             if grad_hidden_ND is not None:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[rows])
             if grad_weight_VD is not None:

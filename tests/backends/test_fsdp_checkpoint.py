@@ -72,6 +72,20 @@ def test_saving_is_neutral_and_can_be_repeated(checkpoints: dict[str, Path], tmp
     assert_equal(*results)
 
 
+def test_resuming_needs_no_weights_in_the_hf_folder(checkpoints: dict[str, Path], tmp_path: Path):
+    cfg = make_config(checkpoints["qwen3"])
+    first = start_backend(cfg)
+    train_step(first, cfg, 0)
+    first.save(0, tmp_path / "saved", hf_directory=None)
+    bare = tmp_path / "bare"
+    shutil.copytree(checkpoints["qwen3"], bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(CheckpointError, match="neither model"):
+        start_backend(make_config(bare))
+    second = start_backend(make_config(bare), resume_from=tmp_path / "saved")
+    second.save(1, tmp_path / "again", hf_directory=tmp_path / "hf")
+    assert_equal(load_file(tmp_path / "hf" / "model.safetensors"), all_weights(first))
+
+
 def test_no_load_optim_takes_the_weights_only(checkpoints: dict[str, Path], tmp_path: Path):
     cfg = make_config(checkpoints["qwen3"], lr_warmup_iters=10)
     first = start_backend(cfg)

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from rlkit.backends.fsdp.backend import FsdpBackend
 from rlkit.config.schema import RunConfig
 from rlkit.dist.collectives import all_gather_objects, barrier, gather_over_data, max_over_data, sum_over_data
-from rlkit.dist.groups import destroy_process_group
+from rlkit.dist.groups import RankMesh, destroy_process_group
 from rlkit.types.batches import Update
 from rlkit.types.ranks import MetricSet
 from rlkit.types.samples import Sample
@@ -69,9 +69,9 @@ class Outcome:
     """Empty micro-batches over all steps and ranks."""
 
 
-def run_setting(cfg: RunConfig, rank: int, size: int, port: int) -> tuple[FsdpBackend, Outcome]:
+def run_setting(cfg: RunConfig, rank: int, size: int, port: int, device: str = "cpu") -> tuple[FsdpBackend, Outcome]:
     backend = FsdpBackend()
-    backend.init(cfg, rank_info(rank, size, port), resume_from=None)
+    backend.init(cfg, rank_info(rank, size, port, device), resume_from=None)
     metrics, num_empty, first_weights = [], 0, {}
     for step in range(len(STEPS)):
         shards: list[list[Update]] = make_updates(samples_of(step), cfg, dp=size)
@@ -118,10 +118,11 @@ def one_more_step(backend: FsdpBackend, cfg: RunConfig, rank: int) -> Outcome:
     return Outcome(metrics=[metrics], first_weights={}, weights=all_weights(backend), num_empty=0)
 
 
-def check_collectives(mesh, rank: int) -> None:
-    assert sum_over_data(torch.tensor([1.0 + rank]), mesh).item() == 3.0
-    assert max_over_data(torch.tensor([1.0 + rank, -rank]), mesh).tolist() == [2.0, 0.0]
-    assert gather_over_data(torch.tensor([rank, 7]), mesh).tolist() == [[0, 7], [1, 7]]
+def check_collectives(mesh: RankMesh, rank: int) -> None:
+    device = mesh.device
+    assert sum_over_data(torch.tensor([1.0 + rank], device=device), mesh).item() == 3.0
+    assert max_over_data(torch.tensor([1.0 + rank, -rank], device=device), mesh).tolist() == [2.0, 0.0]
+    assert gather_over_data(torch.tensor([rank, 7], device=device), mesh).tolist() == [[0, 7], [1, 7]]
     assert all_gather_objects({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
 
 
@@ -209,3 +210,26 @@ def assert_same(a: Outcome, b: Outcome) -> None:
 
 def trained(metrics: MetricSet) -> MetricSet:
     return {name: value for name, value in metrics.items() if name.startswith("train/")}
+
+
+@pytest.mark.multigpu
+def test_two_gpus_equal_one_cpu(by_one: dict[str, Outcome], root: Path, checkpoints: dict[str, Path]):
+    mp.spawn(gpu_main, args=(free_port(), root, checkpoints), nprocs=NUM_RANKS)  # pyright: ignore
+    by_gpus = torch.load(root / "by_gpus.pt", weights_only=False)
+    for metric in ("loss", "grad_norm", "entropy"):
+        expected = by_one["tied"].metrics[0][f"train/{metric}"]
+        assert by_gpus.metrics[0][f"train/{metric}"] == pytest.approx(expected, rel=1e-4, abs=1e-5), metric
+
+
+def gpu_main(rank: int, port: int, root: Path, checkpoints: dict[str, Path]) -> None:
+    model, changes = SETTINGS["tied"]
+    backend, outcome = run_setting(make_config(checkpoints[model], **changes), rank, NUM_RANKS, port, "cuda")
+    check_collectives(parts_of(backend).mesh, rank)
+    backend.sleep()
+    asleep = all_weights(backend, 4000)
+    assert all(torch.equal(asleep[key], value) for key, value in outcome.weights.items())
+    backend.wake_up()
+    if rank == 0:
+        torch.save(outcome, root / "by_gpus.pt")
+    barrier()
+    destroy_process_group()

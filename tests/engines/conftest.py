@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from engine_process import FIRST_VERSION, RunningEngine, running_engine
 from reference_model import ReferenceModel
 from tiny_model import save_model
@@ -33,14 +34,22 @@ def other(other_folder: Path) -> ReferenceModel:
 
 
 @pytest.fixture(
-    scope="session", params=["embedded", pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.timeout(600)])]
+    scope="session",
+    params=[
+        pytest.param(("embedded", "cpu"), id="embedded"),
+        pytest.param(("embedded", "cuda"), id="embedded-cuda", marks=pytest.mark.gpu),
+        pytest.param(("sglang", "cpu"), id="sglang", marks=[pytest.mark.sglang, pytest.mark.timeout(600)]),
+    ],
 )
 def started_engine(
     request: pytest.FixtureRequest, base_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningEngine]:
-    if request.param == "sglang" and not os.environ.get("RLKIT_SGLANG_PYTHON"):
+    kind, device = request.param
+    if kind == "sglang" and not os.environ.get("RLKIT_SGLANG_PYTHON"):
         pytest.skip("RLKIT_SGLANG_PYTHON is unset; scripts/install_sglang_cpu.sh installs SGLang and says how")
-    with running_engine(request.param, base_folder, tmp_path_factory.mktemp(request.param)) as engine:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    with running_engine(kind, base_folder, tmp_path_factory.mktemp(f"{kind}-{device}"), device=device) as engine:
         yield engine
 
 

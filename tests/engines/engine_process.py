@@ -27,6 +27,7 @@ class RunningEngine:
     """One engine behind a router of its own."""
 
     kind: Literal["embedded", "sglang"]
+    device: Literal["cpu", "cuda"]
     url: str
     router_url: str
     folder: Path
@@ -103,11 +104,16 @@ def is_listening(port: int) -> bool:
 
 @contextmanager
 def running_engine(
-    kind: Literal["embedded", "sglang"], folder: Path, directory: Path, *, max_running: int = 64
+    kind: Literal["embedded", "sglang"],
+    folder: Path,
+    directory: Path,
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    max_running: int = 64,
 ) -> Iterator[RunningEngine]:
-    """The engine that `build_launch` starts for a colocated run on a CPU, registered with a router."""
+    """The engine that `build_launch` starts for a colocated run in float32, registered with a router."""
     cfg = RunConfig(
-        model=ModelConfig(hf_checkpoint=str(folder)),
+        model=ModelConfig(hf_checkpoint=str(folder), dtype="float32"),
         cluster=ClusterConfig(colocate=True),
         engine=EngineConfig(rollout_engine=kind, embedded_max_running_requests=max_running),
     )
@@ -117,7 +123,7 @@ def running_engine(
         port=free_port(),
         num_gpus=1,
         base_gpu_id=0,
-        device="cpu",
+        device=device,
         num_threads=1,
         weight_version=FIRST_VERSION,
         seed=1,
@@ -128,7 +134,9 @@ def running_engine(
         process(spec.argv, env=spec.env, log_path=log_path) as child,
         running_router(directory) as router_url,
     ):
-        engine = RunningEngine(kind=kind, url=url, router_url=router_url, folder=folder, log_path=log_path)
+        engine = RunningEngine(
+            kind=kind, device=device, url=url, router_url=router_url, folder=folder, log_path=log_path
+        )
         wait_until(lambda: asyncio.run(_is_alive(url)), child=child, log_path=log_path)
         engine.run(_register(url))
         yield engine

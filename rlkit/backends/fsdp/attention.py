@@ -265,6 +265,9 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: flo
 
 
 def _fa2(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int | None) -> Tensor:
+    if window is not None:
+        # flash-attn can be built without windows, and such a build ignores them in silence
+        return (_varlen if _has_varlen() else _dense)(q, k, v, layout, scale, window)
     kernel = importlib.import_module("flash_attn.flash_attn_interface").flash_attn_varlen_func
     return kernel(
         q,
@@ -276,7 +279,6 @@ def _fa2(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, wi
         layout.max_seqlen,
         softmax_scale=scale,
         causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
 

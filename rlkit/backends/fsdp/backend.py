@@ -138,21 +138,24 @@ class FsdpBackend:
     def train(self, step: int, updates: list[Update]) -> MetricSet:
         parts = self._parts("train", BackendState.AWAKE)
         _check_lengths(updates, parts.max_positions)
-        sizes = [update for update in updates if update.num_loss_tokens > 0]
-        if len(sizes) < len(updates):
+        useful = [update for update in updates if update.num_loss_tokens > 0]
+        if len(useful) < len(updates):
             logger.warning(
-                f"step {step}: {len(updates) - len(sizes)} of {len(updates)} optimizer steps have nothing to train on"
+                f"step {step}: {len(updates) - len(useful)} of {len(updates)} optimizer steps have nothing to train on"
             )
         if parts.mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        metrics: MetricSet = {"train/num_tokens": float(sum(update.num_loss_tokens for update in sizes))}
-        metrics["train/num_optimizer_steps"] = float(len(sizes))
-        if sizes:
+        num_loss_tokens = [update.num_loss_tokens for update in useful]
+        metrics: MetricSet = {
+            "train/num_tokens": float(sum(num_loss_tokens)),
+            "train/num_optimizer_steps": float(len(useful)),
+        }
+        if useful:
             with parts.spans(SpanName.TRAIN):
-                prepared = [[micro_batch(batch) for batch in update.micro_batches] for update in sizes]
+                prepared = [[micro_batch(batch) for batch in update.micro_batches] for update in useful]
                 prepared = self._with_reference(parts, prepared)
                 prepared = self._with_old(parts, prepared)
-                metrics |= parts.trainer.train(step, prepared, sizes)
+                metrics |= parts.trainer.train(step, prepared, num_loss_tokens=num_loss_tokens)
         return metrics | parts.spans.drain() | _peak_memory(parts.mesh)
 
     def save(self, step: int, directory: Path, *, hf_directory: Path | None) -> None:

@@ -26,14 +26,20 @@ class CheckpointReader:
     """The tensors of one checkpoint folder. Files are memory-mapped: only what is asked for is read."""
 
     def __init__(self, path: Path) -> None:
+        """A folder with `config.json`. Weights may be absent: a run that resumes does not read them."""
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"{path} is no Hugging Face checkpoint: it has no config.json")
         self.path = path
         self._file_of = _tensor_files(path)
         self._files = {file: safe_open(path / file, framework="pt") for file in set(self._file_of.values())}
 
     def check_names(self, wanted: Sequence[str], *, tied: set[str]) -> None:
-        """Every wanted tensor must be there. What nobody wants is logged, except copies of tied matrices and rotary
-        tables.
-        """
+        """Every wanted tensor must be there. What nobody wants is logged, but for tied copies and rotary tables."""
+        if not self._file_of:
+            raise CheckpointError(
+                f"{self.path} has neither {SINGLE} nor {INDEX}; "
+                "save it with transformers' save_pretrained, which writes safetensors"
+            )
         missing = [name for name in wanted if name not in self._file_of]
         if missing:
             raise CheckpointError(
@@ -46,16 +52,16 @@ class CheckpointReader:
             logger.warning(f"{self.path}: ignoring {len(extra)} tensors unknown to the architecture: {_some(extra)}")
 
     def dtype(self, name: str) -> torch.dtype:
-        """How the tensor is stored. CheckpointError when it is quantised."""
+        """How the tensor is stored, or without any weights what `config.json` says. CheckpointError if quantised."""
+        if not self._file_of:
+            config = json.loads((self.path / "config.json").read_text())
+            return getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
         stored = self._slice(name).get_dtype()
         if stored not in DTYPES:
             raise CheckpointError(
                 f"{self.path}: {name} is stored as {stored}; convert the checkpoint to bfloat16 first"
             )
         return DTYPES[stored]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
 
     def read_rows(self, name: str, shape: tuple[int, ...], first: int, count: int) -> Tensor:
         """Rows [first, first + count) of a tensor whose whole shape must be `shape`, as stored, on the CPU."""
@@ -73,16 +79,11 @@ class CheckpointReader:
 
 
 def _tensor_files(path: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"{path} is no Hugging Face checkpoint: it has no config.json")
+    """Tensor name -> file name; empty where there are no weights."""
     if (path / INDEX).is_file():
         return dict(json.loads((path / INDEX).read_text())["weight_map"])
     if not (path / SINGLE).is_file():
-        raise CheckpointError(
-            f"{path} has neither {SINGLE} nor {INDEX}; "
-            "save it with transformers' save_pretrained, which writes safetensors"
-        )
+        return {}
     with safe_open(path / SINGLE, framework="pt") as file:
         return dict.fromkeys(file.keys(), SINGLE)
 

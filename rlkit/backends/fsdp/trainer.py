@@ -23,7 +23,7 @@ from rlkit.config.schema import RunConfig
 from rlkit.dist.collectives import sum_over_data
 from rlkit.dist.groups import RankMesh
 from rlkit.observability.spans import SpanName, Spans
-from rlkit.types.batches import PackedBatch, Update
+from rlkit.types.batches import PackedBatch
 from rlkit.types.errors import TrainError
 from rlkit.types.ranks import MetricSet
 
@@ -116,8 +116,10 @@ class Trainer:
             fsdp(model).reshard()
         return scored
 
-    def train(self, step: int, updates: list[list[MicroBatch]], sizes: list[Update]) -> MetricSet:
-        """Take the optimizer steps; `updates[i]` are the micro-batches of `sizes[i]`. Collective."""
+    def train(self, step: int, updates: list[list[MicroBatch]], *, num_loss_tokens: list[int]) -> MetricSet:
+        """Take an optimizer step for each update. `num_loss_tokens`: trained tokens of each, over all ranks.
+        Collective.
+        """
         metrics: list[StepMetrics] = []
         norms: list[float] = []
         lr = math.nan
@@ -128,7 +130,7 @@ class Trainer:
             metrics.append(step_metrics)
         reduced = reduce_metrics(
             metrics,
-            num_loss_tokens=[update.num_loss_tokens for update in sizes],
+            num_loss_tokens=num_loss_tokens,
             sum_names=self._sum_names,
             max_names=self._max_names,
             mesh=self._mesh,

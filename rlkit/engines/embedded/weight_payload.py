@@ -76,7 +76,7 @@ def read_payload(payloads: Sequence[str], load_format: str | None) -> NamedTenso
 
 
 def _unflatten(content: object) -> NamedTensors:
-    if not isinstance(content, dict) or content.keys() < {"flattened_tensor", "metadata"}:
+    if not isinstance(content, dict) or not {"flattened_tensor", "metadata"} <= content.keys():
         raise EngineError("a flattened bucket is a dict of flattened_tensor and metadata")
     flat, metadata = content["flattened_tensor"], content["metadata"]
     if not isinstance(flat, Tensor) or flat.dtype != torch.uint8 or flat.dim() != 1:

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import io
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 
@@ -43,7 +43,8 @@ def assert_made_by(answer: Generation, model: ReferenceModel, version: int, prom
 class Sender:
     """A trainer's side of `/update_weights_from_tensor`: tensors in shared memory, handles in a pickle."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        self._make_shared = share or (lambda tensor: tensor.clone().share_memory_())
         self._shared: list[torch.Tensor] = []  # must outlive the call
 
     def bucket(self, named: NamedTensors) -> str:
@@ -68,7 +69,7 @@ class Sender:
         return self._pickle([(name, self._share(tensor)) for name, tensor in named])
 
     def _share(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._shared.append(tensor.clone().share_memory_())
+        self._shared.append(self._make_shared(tensor))
         return self._shared[-1]
 
     @staticmethod
@@ -175,6 +176,23 @@ def test_every_way_of_sending_gives_the_new_weights(
     assert_made_by(before, base, FIRST_VERSION)
     assert_made_by(after, other, NEW)
     assert version == NEW
+
+
+@pytest.mark.gpu
+def test_tensors_that_stay_on_the_gpu(embedded: RunningEngine, other: ReferenceModel):
+    """CUDA IPC: the engine maps the sender's memory."""
+    if embedded.device != "cuda":
+        pytest.skip("needs an engine on a GPU")
+
+    async def body(router, control):
+        named = [(name, tensor.cuda()) for name, tensor in other.named_tensors()]
+        sender = Sender(share=lambda tensor: tensor.clone())
+        for part in (named[:7], named[7:]):
+            await control.update_from_tensor(payloads=[sender.bucket(part)], version=NEW)
+        await control.flush_cache()
+        return await router.generate(make_request())
+
+    assert_made_by(embedded.run(body), other, NEW)
 
 
 def test_no_cached_prefix_survives_an_update(engine: RunningEngine, base: ReferenceModel, other: ReferenceModel):
