@@ -45,15 +45,15 @@ class WarmUp:
     lr: float = 3e-3
     """Peak; falls linearly to a tenth."""
     lr_warmup_steps: int = 20
-    forgets: float = 0.66
+    forgets: float = 0.62
     """Share of carries that the pupil leaves out."""
     aim_low: float = 0.37
-    aim_high: float = 0.46
+    aim_high: float = 0.47
     """Where the warm-up stops; narrower than the band of 35 to 50 %, so that a run measures the same within it."""
-    nudge_steps: int = 15
+    nudge_steps: int = 4
     """Optimizer steps between two looks, outside that range; the pupil is more attentive or more careless meanwhile."""
-    nudge: float = 0.2
-    max_nudges: int = 12
+    nudge: float = 0.15
+    max_nudges: int = 15
 
 
 def main() -> None:

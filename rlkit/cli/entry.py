@@ -6,7 +6,7 @@ Called by `train.py`. Imports neither torch nor ray.
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,10 @@ def prepare_run(argv: Sequence[str]) -> RunPlan:
         raise ConfigError("\n".join(problems))
     for sentence in advice(cfg):
         print(f"note: {sentence}", file=sys.stderr)
-    return RunPlan(cfg=cfg, num_steps=num_steps(cfg), run_dir=run_dir(cfg), config_json=to_json(resolved))
+    steps = num_steps(cfg)
+    # With --num-epoch the number is known only now; schedules need it too.
+    cfg = replace(cfg, rollout=replace(cfg.rollout, num_rollout=steps))
+    return RunPlan(cfg=cfg, num_steps=steps, run_dir=run_dir(cfg), config_json=to_json(resolved))
 
 
 def num_steps(cfg: RunConfig) -> int:

@@ -6,8 +6,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 from rlkit.config.schema import ClusterConfig, EngineConfig, ModelConfig, RunConfig
 from rlkit.engines.base import EngineSlot, build_launch
 from rlkit.engines.client import EngineClient, RouterClient
+from rlkit.types.generation import GenerateRequest, Generation
 
 START_TIMEOUT_S = 240.0
 FIRST_VERSION = 7
@@ -161,3 +162,26 @@ async def eventually(check: Callable[[], Awaitable[bool]], *, timeout_s: float =
     while not await check():
         assert time.monotonic() < deadline, f"did not happen within {timeout_s} s"
         await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def generating(router, *requests: GenerateRequest) -> AsyncIterator[list[asyncio.Task[Generation]]]:
+    """Requests in flight, each of which has produced tokens. Those still running at the end are cancelled."""
+
+    async def watched(request: GenerateRequest, started: asyncio.Event) -> Generation:
+        newest = None
+        async for newest in router.stream(request):
+            if len(newest.output_ids) >= 3:
+                started.set()
+        assert newest is not None
+        return newest
+
+    events = [asyncio.Event() for _ in requests]
+    tasks = [asyncio.create_task(watched(*pair)) for pair in zip(requests, events, strict=True)]
+    await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), 60.0)
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

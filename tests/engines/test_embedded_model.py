@@ -127,3 +127,17 @@ def test_a_growing_cache_keeps_what_it_holds():
     assert (cache.num_slots, cache.length) == (8, 300)
     cache.free()
     assert cache.num_bytes == 0
+
+
+def test_a_cache_at_its_limit_holds_what_is_needed_and_no_more():
+    """Many short sequences, then a few long ones: the block must not be as wide as the one and as long as the other."""
+    cache = SlotCache(max_slots=64, max_length=4096)
+    cache.max_tokens = 6000
+    cache.reserve(60, 90)
+    keys, _ = cache.layer(0, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+    assert keys.shape[0] * keys.shape[2] <= 60 * 128
+    keys[:2, :, :90] = 1.0
+    cache.reserve(2, 2500)
+    grown, _ = cache.layer(0, keys, keys)
+    assert grown.shape[0] * grown.shape[2] <= 6000
+    assert (grown[:2, :, :90] == 1.0).all() and (grown[:2, :, 128:] == 0).all()

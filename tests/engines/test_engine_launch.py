@@ -1,4 +1,5 @@
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,10 +93,17 @@ def test_slow_but_present_kernels_where_the_fast_ones_are_missing(monkeypatch: p
     assert chosen["--attention-backend"] == "flashinfer" and "--sampling-backend" not in chosen
 
 
-def test_the_kernel_probe_says_no_where_sglang_is_not_installed():
-    import sys
-
-    assert sglang_launch_module.has_fast_kernels(sys.executable) is False
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_the_kernel_probe_looks_into_the_environment_of_that_python(tmp_path: Path, is_complete: bool):
+    for name in ("sgl_kernel", "flashinfer"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('the probe must not import')")
+    if is_complete:
+        (tmp_path / "sgl_kernel" / "flash_ops.abi3.so").touch()
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    assert sglang_launch_module.has_fast_kernels(str(python)) is is_complete
 
 
 def test_pipeline_stages_share_the_gpus_of_an_engine(fast_kernels):

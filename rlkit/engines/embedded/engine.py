@@ -72,6 +72,7 @@ class Engine:
             max_total_tokens=max_total_tokens,
             move_slot=lambda source, target, length: runner.cache.copy_slot(source, [target], length),
         )
+        runner.cache.max_tokens = max_total_tokens
         self.asleep: set[str] = set()
         self.is_paused = False
         self._prefill_tokens = prefill_tokens

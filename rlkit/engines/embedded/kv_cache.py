@@ -24,6 +24,8 @@ class SlotCache:
     def __init__(self, *, max_slots: int, max_length: int) -> None:
         self._max_slots = max_slots
         self._max_length = max_length
+        self.max_tokens: int | None = None
+        """Slots x positions above which nothing is allocated ahead of need; None is unlimited."""
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self.num_slots = 0
@@ -35,22 +37,29 @@ class SlotCache:
         return sum(block.numel() * block.element_size() for block in self._blocks())
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Make room for `num_slots` sequences of `length` tokens; what is cached stays."""
+        """Make room for `length` tokens in each of the first `num_slots` slots; what they hold stays, what other slots
+        hold may be lost."""
         assert num_slots <= self._max_slots and length <= self._max_length, (num_slots, length)
         if num_slots <= self.num_slots and length <= self.length:
             return
-        if num_slots > self.num_slots:
-            num_slots = min(self._max_slots, max(num_slots, int(self.num_slots * GROWTH)))
-        if length > self.length:
-            length = max(length, int(self.length * GROWTH))
-            length = min(self._max_length, -(-length // LENGTH_STEP) * LENGTH_STEP)
-        self.num_slots, self.length = max(num_slots, self.num_slots), max(length, self.length)
+        grown_slots, grown_length = self.num_slots, self.length
+        if num_slots > grown_slots:
+            grown_slots = min(self._max_slots, max(num_slots, int(grown_slots * GROWTH)))
+        if length > grown_length:
+            grown_length = self._rounded(max(length, int(grown_length * GROWTH)))
+        if self.max_tokens is not None and grown_slots * grown_length > self.max_tokens:
+            grown_slots, grown_length = num_slots, self._rounded(length)
+        kept_slots, kept_length = min(grown_slots, self.num_slots), min(grown_length, self.length)
+        self.num_slots, self.length = grown_slots, grown_length
         for blocks in (self._keys, self._values):
             for layer, old in blocks.items():
                 # Zeros, not uninitialised memory: a masked position has weight 0, and 0 * NaN would be NaN.
-                new = old.new_zeros(self.num_slots, old.shape[1], self.length, old.shape[3])
-                new[: old.shape[0], :, : old.shape[2]] = old
+                new = old.new_zeros(grown_slots, old.shape[1], grown_length, old.shape[3])
+                new[:kept_slots, :, :kept_length] = old[:kept_slots, :, :kept_length]
                 blocks[layer] = new
+
+    def _rounded(self, length: int) -> int:
+        return min(self._max_length, -(-length // LENGTH_STEP) * LENGTH_STEP)
 
     def layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Key and value block of a layer; `key` and `value` [*, H, *, D] give heads, size and dtype when it is new."""

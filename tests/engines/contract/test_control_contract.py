@@ -1,14 +1,12 @@
 """What every engine promises about aborting, pausing, flushing, sleeping and telling how it is."""
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
 import torch
-from engine_process import FIRST_VERSION, RunningEngine, eventually
+from engine_process import FIRST_VERSION, RunningEngine, eventually, generating
 from reference_model import ReferenceModel
 
 from rlkit.types.errors import EngineError
@@ -26,30 +24,6 @@ def long_request(prompt: list[int], *, num_tokens: int = LONG, name: str | None 
         sampling=SamplingParams(max_new_tokens=num_tokens, ignore_eos=True),
         seed=1,
     )
-
-
-@contextlib.asynccontextmanager
-async def generating(router, *requests: GenerateRequest) -> AsyncIterator[list[asyncio.Task[Generation]]]:
-    """Requests in flight, the first of which has produced tokens."""
-    started = asyncio.Event()
-
-    async def watched(request: GenerateRequest) -> Generation:
-        parts = []
-        async for part in router.stream(request):
-            parts.append(part)
-            if len(part.output_ids) >= 3:
-                started.set()
-        return parts[-1]
-
-    tasks = [asyncio.create_task(watched(requests[0]))]
-    tasks += [asyncio.create_task(router.generate(request)) for request in requests[1:]]
-    await asyncio.wait_for(started.wait(), 30.0)
-    try:
-        yield tasks
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def assert_is_partial(answer: Generation, model: ReferenceModel, prompt: list[int]) -> None:
@@ -88,7 +62,6 @@ def test_an_abort_of_everything(engine: RunningEngine, base: ReferenceModel):
 
     async def body(router, control):
         async with generating(router, *map(long_request, prompts)) as tasks:
-            await asyncio.sleep(0.2)
             await control.abort(None)
             return await asyncio.gather(*tasks)
 

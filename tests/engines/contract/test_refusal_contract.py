@@ -4,7 +4,7 @@ import asyncio
 
 import aiohttp
 import pytest
-from engine_process import RunningEngine
+from engine_process import RunningEngine, generating
 from reference_model import ReferenceModel
 
 from rlkit.engines.client import EngineClient
@@ -82,11 +82,10 @@ def test_a_second_request_of_the_same_id(engine: RunningEngine):
         return GenerateRequest(rid="twin", input_ids=[1], sampling=sampling, seed=0)
 
     async def body(router, _):
-        first = asyncio.create_task(router.generate(request(200)))
-        await asyncio.sleep(0.05)
-        with pytest.raises(EngineError, match="Duplicate request ID detected: twin"):
-            await router.generate(request(1))
-        return await first
+        async with generating(router, request(200)) as [first]:
+            with pytest.raises(EngineError, match="Duplicate request ID detected: twin"):
+                await router.generate(request(1))
+            return await first
 
     assert len(engine.run(body).output_ids) == 200
 

@@ -2,30 +2,25 @@
 
 import asyncio
 import base64
-import io
 import itertools
-from collections.abc import Callable, Sequence
-from multiprocessing.reduction import ForkingPickler
-from types import SimpleNamespace
+import json
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing
-from engine_process import FIRST_VERSION, RunningEngine, free_port
+from engine_process import FIRST_VERSION, RunningEngine, generating
 from reference_model import ReferenceModel
+from weight_sending import Sender, by_bucket, by_disk, by_group, by_group_bucket, by_named_list, specs_of
 
-from rlkit.dist.update_group import join_update_group, leave_update_group
 from rlkit.types.errors import EngineError
 from rlkit.types.generation import GenerateRequest, Generation, SamplingParams
-from rlkit.types.weights import WeightSpec, tensor_checksum
+from rlkit.types.weights import tensor_checksum
 
 NAMES = itertools.count()
 PROMPT = [11, 12, 13, 14, 15, 16]
 NEW = FIRST_VERSION + 1
-GROUP = "contract"
-
-NamedTensors = Sequence[tuple[str, torch.Tensor]]
 
 
 def make_request(*, num_tokens: int = 16, prompt: Sequence[int] = PROMPT) -> GenerateRequest:
@@ -40,119 +35,12 @@ def assert_made_by(answer: Generation, model: ReferenceModel, version: int, prom
     torch.testing.assert_close(torch.tensor(answer.logprobs), torch.tensor(expected), atol=1e-4, rtol=0)
 
 
-class Sender:
-    """A trainer's side of `/update_weights_from_tensor`: tensors in shared memory, handles in a pickle."""
-
-    def __init__(self, share: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
-        self._make_shared = share or (lambda tensor: tensor.clone().share_memory_())
-        self._shared: list[torch.Tensor] = []  # must outlive the call
-
-    def bucket(self, named: NamedTensors) -> str:
-        flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in named])
-        metadata, start = [], 0
-        for name, tensor in named:
-            end = start + tensor.numel() * tensor.itemsize
-            metadata.append(
-                SimpleNamespace(
-                    name=name,
-                    shape=tensor.shape,
-                    dtype=tensor.dtype,
-                    start_idx=start,
-                    end_idx=end,
-                    numel=end - start,
-                )
-            )
-            start = end
-        return self._pickle({"flattened_tensor": self._share(flat), "metadata": metadata})
-
-    def named_list(self, named: NamedTensors) -> str:
-        return self._pickle([(name, self._share(tensor)) for name, tensor in named])
-
-    def _share(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._shared.append(self._make_shared(tensor))
-        return self._shared[-1]
-
-    @staticmethod
-    def _pickle(content: object) -> str:
-        buffer = io.BytesIO()
-        ForkingPickler(buffer).dump(content)
-        return base64.b64encode(buffer.getvalue()).decode()
-
-
 @pytest.fixture(autouse=True)
 def shared_by_file():
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     yield
     torch.multiprocessing.set_sharing_strategy(before)
-
-
-def specs_of(named: NamedTensors) -> list[WeightSpec]:
-    return [WeightSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in named]
-
-
-async def by_bucket(control, model: ReferenceModel, version: int) -> None:
-    """In three buckets, as a large model travels."""
-    named, sender = model.named_tensors(), Sender()
-    for part in (named[:7], named[7:20], named[20:]):
-        await control.update_from_tensor(payloads=[sender.bucket(part)], version=version)
-
-
-async def by_named_list(control, model: ReferenceModel, version: int) -> None:
-    sender = Sender()
-    payload = sender.named_list(model.named_tensors())
-    await control.update_from_tensor(payloads=[payload], version=version, load_format=None)
-
-
-async def by_group(control, model: ReferenceModel, version: int, *, load_format: str | None = None) -> None:
-    """As rank 0 of a group of two; the engine is the other."""
-    port, named = free_port(), model.named_tensors()
-    engine_side = asyncio.create_task(
-        control.init_weights_group(
-            master_address="127.0.0.1",
-            master_port=port,
-            rank_offset=1,
-            world_size=2,
-            group_name=GROUP,
-            backend="gloo",
-        )
-    )
-    group = await asyncio.to_thread(
-        join_update_group,
-        backend="gloo",
-        address="127.0.0.1",
-        port=port,
-        rank=0,
-        world_size=2,
-        name=GROUP,
-        timeout_s=60.0,
-    )
-    await engine_side
-    specs = specs_of(named)
-    update = asyncio.create_task(
-        control.update_from_distributed(specs=specs, group_name=GROUP, version=version, load_format=load_format)
-    )
-
-    def send() -> None:
-        if load_format is None:
-            for _, tensor in named:
-                dist.broadcast(tensor.contiguous(), src=0, group=group)
-        else:
-            flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in named])
-            dist.broadcast(flat, src=0, group=group)
-
-    await asyncio.to_thread(send)
-    await update
-    await control.destroy_weights_group(group_name=GROUP)
-    leave_update_group(group)
-
-
-async def by_group_bucket(control, model: ReferenceModel, version: int) -> None:
-    await by_group(control, model, version, load_format="flattened_bucket")
-
-
-async def by_disk(control, model: ReferenceModel, version: int) -> None:
-    await control.update_from_disk(path=str(model.folder), version=version)
 
 
 WAYS = [by_bucket, by_named_list, by_group, by_group_bucket, by_disk]
@@ -195,22 +83,33 @@ def test_tensors_that_stay_on_the_gpu(embedded: RunningEngine, other: ReferenceM
     assert_made_by(embedded.run(body), other, NEW)
 
 
+def case(name: str) -> dict:
+    lines = (Path(__file__).parents[2] / "data" / "cases.jsonl").read_text(encoding="utf-8").split("\n")
+    return next(found for line in lines if line for found in [json.loads(line)] if found["id"] == name)
+
+
 def test_no_cached_prefix_survives_an_update(engine: RunningEngine, base: ReferenceModel, other: ReferenceModel):
-    """A prompt that was computed with old weights, twice, and then again with new ones."""
+    """Case ws-01: a prompt that was computed twice with version 1, then again after an update to version 2."""
+    expected = case("ws-01")["expected"]
+    assert expected["call_order"] == "pause/abort -> (wait until idle) -> buckets 1..3 -> flush -> resume"
 
     async def body(router, control):
+        await control.set_version(1)
         old = [await router.generate(make_request()) for _ in range(2)]
-        await control.pause("abort")
-        await control.flush_cache()
-        await by_bucket(control, other, NEW)
-        await control.flush_cache()
-        await control.resume()
+        async with generating(router, make_request(num_tokens=300)):
+            with pytest.raises(EngineError, match="/flush_cache: status 400"):  # busy: said aloud, not skipped
+                await control.flush_cache(timeout_s=0.0)
+            await control.pause("abort")
+            await control.flush_cache()
+            await by_bucket(control, other, 2)
+            await control.flush_cache()
+            await control.resume()
         return old, await router.generate(make_request())
 
     old, new = engine.run(body)
     for answer in old:
-        assert_made_by(answer, base, FIRST_VERSION)
-    assert_made_by(new, other, NEW)
+        assert_made_by(answer, base, 1)
+    assert_made_by(new, other, expected["weight_version_reported"])
     assert new.cached_tokens == 0
 
 
@@ -259,12 +158,11 @@ def test_an_update_waits_for_what_runs_and_never_mixes(
     engine: RunningEngine, base: ReferenceModel, other: ReferenceModel
 ):
     async def body(router, control):
-        running = asyncio.create_task(router.generate(make_request(num_tokens=150)))
-        await asyncio.sleep(0.2)
-        update = asyncio.create_task(by_disk(control, other, NEW))
-        await asyncio.sleep(0.05)
-        late = asyncio.create_task(router.generate(make_request(prompt=[1, 2, 3])))
-        return await running, await late, await update
+        async with generating(router, make_request(num_tokens=150)) as [running]:
+            update = asyncio.create_task(by_disk(control, other, NEW))
+            await asyncio.sleep(0.05)
+            late = asyncio.create_task(router.generate(make_request(prompt=[1, 2, 3])))
+            return await running, await late, await update
 
     running, late, _ = engine.run(body)
     assert len(running.output_ids) == 150
@@ -273,7 +171,7 @@ def test_an_update_waits_for_what_runs_and_never_mixes(
 
 
 def test_tied_embeddings_stay_one_matrix(engine: RunningEngine, base: ReferenceModel):
-    """Only the input embedding is sent; the output head must follow. Its second name is not a tensor of its own."""
+    """Case ws-03 on the engine's side: only the input embedding is sent, and the output head must follow."""
     changed = ReferenceModel(base.folder)
     embedding = changed.model.get_input_embeddings().weight
     with torch.no_grad():

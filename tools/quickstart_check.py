@@ -1,0 +1,60 @@
+"""The end of the quick start: shows the reward curve, writes `reward.png`, and says PASS or FAIL.
+
+python tools/quickstart_check.py --run runs/quickstart/... --seconds 150
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rlkit.observability.console import Console
+from rlkit.observability.metrics import metric_series
+from rlkit.observability.plots import plot_rewards
+
+MAX_BEFORE = 0.5
+MIN_AFTER = 0.85
+MIN_PROMPTS = 256
+MAX_SECONDS = 300
+
+
+def verdict(before: float, after: float, num_prompts: float, seconds: float) -> list[str]:
+    """What is wrong with the run; empty when it did what the quick start promises."""
+    wrong: list[str] = []
+    if before > MAX_BEFORE:
+        wrong.append(f"the accuracy before training is {before:.3f}, above {MAX_BEFORE}")
+    if after < MIN_AFTER:
+        wrong.append(f"the accuracy after training is {after:.3f}, below {MIN_AFTER}")
+    if num_prompts < MIN_PROMPTS:
+        wrong.append(f"only {num_prompts:.0f} prompts were held out, fewer than {MIN_PROMPTS}")
+    if seconds > MAX_SECONDS:
+        wrong.append(f"training took {seconds:.0f} s, more than {MAX_SECONDS}")
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, required=True, help="run folder")
+    parser.add_argument("--seconds", type=float, required=True, help="wall-clock time of train.py, start to end")
+    args = parser.parse_args()
+    metrics = args.run / "metrics.jsonl"
+    _, rewards = metric_series(metrics, "rollout/reward")
+    _, scores = metric_series(metrics, "eval/heldout")
+    _, num_prompts = metric_series(metrics, "eval/heldout/num_samples")
+    console = Console()
+    console.show_curve(rewards, title="reward of each rollout (share of right answers at temperature 1)")
+    plot_rewards(metrics, args.run / "reward.png", title="quick start")
+    console.say(f"curve {args.run / 'reward.png'}, numbers {metrics}")
+    if len(scores) < 2:
+        console.say(f"FAIL: {metrics} holds {len(scores)} evaluations, two are needed")
+        return 1
+    wrong = verdict(scores[0], scores[-1], num_prompts[0], args.seconds)
+    measured = f"greedy accuracy {scores[0]:.3f} -> {scores[-1]:.3f} on {num_prompts[0]:.0f} held-out prompts"
+    if wrong:
+        console.say(f"FAIL: {measured} in {args.seconds:.0f} s: {'; '.join(wrong)}")
+        return 1
+    console.say(f"PASS: {measured} in {args.seconds:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
