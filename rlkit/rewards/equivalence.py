@@ -23,15 +23,19 @@ Verdict = bool | None
 Algebra = Callable[[str, str], Verdict]
 """Compares two expressions without collections in them: (answer, label) -> same or not."""
 
-_COMMA = re.compile(r",|;|\\text\{\s*(?:,?\s*and|,?\s*or)\s*\}|\b(?:and|or)\b|(?<=[\d)}]) ?\\(?:lor|vee)(?![A-Za-z])")
+_COMMA = re.compile(
+    r",|;|\\&|\\text\{\s*(?:,|,?\s*and|,?\s*or)\s*\}|\b(?:and|or)\b|(?<=[\d)}]) ?\\(?:lor|vee)(?![A-Za-z])"
+)
 _SPACED_COMMA = re.compile(r"[,;] |;|\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b")
 _CUP = re.compile(r"\\cup(?![A-Za-z])")
+_OR = re.compile(r"\\text\{\s*or\s*\}|\bor\b|\\lor(?![A-Za-z])")
 _EQUALS = re.compile(r"(?<![<>!:=])=(?!=)")
 _RELATION = re.compile(r"[<>]|\\(?:le|ge|lt|gt|ne|approx|equiv|sim|cong)(?![A-Za-z])")
 _MEMBER = re.compile(r"^[A-Za-z]\s*\\in(?![A-Za-z])\s*")
 _ASSIGNED = re.compile(
     r"(?:\\[A-Za-z]+\s*|[A-Za-z])(?:_\{?\w+\}?)?'*(?:\s*\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\))?"  # x, f'(x)
     r"|\\text\{[^{}]*\}(?:_\{?\w+\}?)?|[A-Za-z][A-Za-z ]{3,40}"  # words
+    r"|\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\)"  # (x, y)
 )
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 _BASE = re.compile(r"([0-9A-Fa-f]+)_\{?(\d+)\}?")
@@ -63,7 +67,7 @@ def answers_equal(answer: str, label: str, algebra: Algebra = never) -> Verdict:
 
 
 def _equal(left: str, right: str, algebra: Algebra) -> Verdict:
-    left, right = trim(left), trim(right)
+    left, right = _MEMBER.sub("", trim(left)), _MEMBER.sub("", trim(right))
     if not left or not right:
         return False
     if compact(left) == compact(right):
@@ -102,12 +106,13 @@ class _Decided:
 
 
 def _compare_collections(left: str, right: str, algebra: Algebra) -> _Decided | None:
-    left, right = _MEMBER.sub("", left), _MEMBER.sub("", right)
     if "\\begin" in left or "\\begin" in right:
         return None
-    unions = split_top(left, _CUP), split_top(right, _CUP)
-    if len(unions[0]) > 1 and len(unions[0]) == len(unions[1]) and _match_any_order(*unions, algebra):
-        return _Decided(True)
+    unions = _pieces(left), _pieces(right)
+    if len(unions[0]) > 1 and len(unions[0]) == len(unions[1]):
+        verdict = _match_any_order(*unions, algebra)
+        if verdict is not False:
+            return _Decided(verdict)
     if max(map(len, unions)) > 1:
         return None  # overlapping pieces may still be the same set
     a, b = _Collection.parse(left), _Collection.parse(right)
@@ -119,7 +124,7 @@ def _compare_collections(left: str, right: str, algebra: Algebra) -> _Decided | 
         if lone.kind == "set" and len(lone.items) == 1:
             pair = (single, lone.items[0]) if a is None else (lone.items[0], single)
             return _Decided(_equal(*pair, algebra))
-        is_relation = _RELATION.search(single) or "\\" in single
+        is_relation = _RELATION.search(single) or _EQUALS.search(single) or "\\" in single
         return None if is_relation and parse_quantity(single) is None else _Decided(False)
     if len(a.items) != len(b.items):
         return _Decided(False)
@@ -132,6 +137,11 @@ def _compare_collections(left: str, right: str, algebra: Algebra) -> _Decided | 
         is_point = "set" not in kinds and ordered.brackets == "()"
         return _Decided(_all_in_order(a.items, b.items, algebra) if is_point else False)
     return _Decided(_match_any_order(a.items, b.items, algebra))
+
+
+def _pieces(text: str) -> list[str]:
+    """Of a union: `(-\\infty,3)\\cup(5,\\infty)`, or `x<3 or x>5`."""
+    return split_top(text, _OR if _RELATION.search(text) else _CUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +174,15 @@ def _items(text: str, *, in_brackets: bool) -> list[str]:
     spaced = split_top(text, _SPACED_COMMA)
     if 1 < len(spaced) < len(tight) and all(parse_quantity(part.strip()) is not None for part in spaced):
         return [part.strip() for part in spaced]
-    if not in_brackets and parse_quantity(text) is not None:
+    if not in_brackets and _names_quantity(text):
         return [text]
     return [part.strip() for part in tight if part.strip()]
+
+
+def _names_quantity(text: str) -> bool:
+    """`1,250` and `x=1,250` are one number, not two items."""
+    sides = split_top(text, _EQUALS)
+    return len(sides) <= 2 and bool(sides[-1].strip()) and parse_quantity(sides[-1].strip()) is not None
 
 
 def _spans(text: str) -> bool:

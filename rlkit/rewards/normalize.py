@@ -8,11 +8,15 @@ judged by `equivalence.py`.
 import re
 import unicodedata
 
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
-_SUPERSCRIPT_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
+_SUPERSCRIPT_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _SUBSCRIPT_RUN = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
-_VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞↉]")
+_VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞↉]|[⁰¹²³⁴⁵⁶⁷⁸⁹]+[⁄/∕][₀₁₂₃₄₅₆₇₈₉]+")
+_GREEK = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega"
+)
+_GREEK_CAPITALS = "Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
 _CHARACTERS = str.maketrans(
     {
         **dict.fromkeys("−–—‐‑‒﹣－", "-"),
@@ -38,15 +42,28 @@ _CHARACTERS = str.maketrans(
         "∩": "\\cap ",
         "∈": "\\in ",
         "∅": "\\emptyset ",
-        "θ": "\\theta ",
-        "α": "\\alpha ",
-        "β": "\\beta ",
-        "λ": "\\lambda ",
+        **{letter: f"\\{name} " for letter, name in zip("αβγδεζηθικλμνξρστυφχψω", _GREEK.split(), strict=True)},
+        **{letter: f"\\{name} " for letter, name in zip("ΓΔΘΛΞΠΣΦΨΩ", _GREEK_CAPITALS.split(), strict=True)},
+        **{letter: f"\\mathbb{{{name}}}" for letter, name in zip("ℝℤℕℚℂ", "RZNQC", strict=True)},
+        "⌊": "\\lfloor ",
+        "⌋": "\\rfloor ",
+        "⌈": "\\lceil ",
+        "⌉": "\\rceil ",
+        "∠": "\\angle ",
+        "△": "\\triangle ",
+        "¢": " cents",
         "％": "%",
         "，": ",",
+        "、": ",",
+        "。": ".",
     }
 )
-_STYLED_LETTER = re.compile(r"\\math(?:rm|bf|it|sf|tt|up)\s*\{\s*([A-Za-z])\s*\}|\\mathbb\s*(?=[A-Z])")
+_STYLED_LETTER = re.compile(r"\\math(?:rm|bf|it|sf|tt|up)\s*\{\s*([A-Za-z])\s*\}")
+_NUMBER_SET = re.compile(r"\\(?:mathbb|mathds|Bbb)\s*(?:\{\s*([A-Z])\s*\}|([A-Z]))|\\([RZNQC])(?![A-Za-z])")
+_DECORATION = re.compile(
+    r"\\(?:boldsymbol|bm|pmb|underline|emph|ensuremath)\s*(?=\{)|\\(?:text)?color\s*\{[^{}]*\}"
+    r"|\\(?:tiny|small|large|Large|huge|rm|bf|it|sf|tt)(?![A-Za-z])|\\math(?:rm|bf|it|sf|tt)(?=\s*\d)"
+)
 _OPERATOR_NAME = re.compile(r"\\operatorname\*?\s*\{\s*([A-Za-z]+)\s*\}")
 _TEXT_COMMANDS = re.compile(r"\\(?:text(?:bf|it|rm|normal|sf|tt|sc|up)?|math(?:rm|bf|it|sf|tt|up)|mbox|hbox)\s*(?=\{)")
 _SIZING = re.compile(
@@ -54,7 +71,8 @@ _SIZING = re.compile(
 )
 _TIGHT_SPACE = re.compile(r"(?<!\\)\\!|\\(?:phantom|hspace|vspace)\*?\{[^{}]*\}")
 _WIDE_SPACE = re.compile(r"(?<!\\)\\[,;:> ]|~|\\(?:quad|qquad|thinspace|enspace)(?![A-Za-z])")
-_FRACTION_COMMAND = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+_ROW_GAP = re.compile(r"(?<=\\\\)\s*\[-?[\d.]+ ?(?:pt|ex|em|mm|cm)\]")
+_FRACTION_COMMAND = re.compile(r"\\[dtc](frac|binom)(?![A-Za-z])")
 _SYNONYMS = (
     (re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}"), r"\\binom{\1}{\2}"),
     (re.compile(r"\\leq(?:slant)?(?![A-Za-z])"), r"\\le "),
@@ -65,6 +83,14 @@ _SYNONYMS = (
     (re.compile(r"\\(?:lvert|rvert|vert|mid)(?![A-Za-z])"), "|"),
     (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
     (re.compile(r"\\degrees?(?![A-Za-z])|\^\s*\{\s*\\circ\s*\}"), r"^\\circ "),
+    (re.compile(r"\\text\{\s*\^\\circ\s*([CFK]?)\s*\}"), r"^\\circ \1"),
+    (re.compile(r"(?<=\d)\^\s*\{?\s*\\text\{\s*(st|nd|rd|th)\s*\}\s*\}?"), r"\1"),
+    (re.compile(r"\\var(epsilon|theta|phi|rho|sigma|kappa)(?![A-Za-z])"), r"\\\1 "),
+    (re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi "),
+    (re.compile(r"\\text\{\s*[Ii]nfinity\s*\}|(?<![\\A-Za-z])(?:[Ii]nfinity|infty|oo)(?![A-Za-z])"), r"\\infty "),
+    (re.compile(r"(?<=[\d.])\\(?:bar|dot)\s*(?:\{(\d+)\}|(\d))"), r"\\overline{\1\2}"),
+    (re.compile(r"(\d\.\d*)\((\d{1,30})\)"), r"\1\\overline{\2}"),
+    (re.compile(r"\\colon(?![A-Za-z])|\{:\}"), ":"),
     (re.compile(r"\\(?:lparen)(?![A-Za-z])"), "("),
     (re.compile(r"\\(?:rparen)(?![A-Za-z])"), ")"),
     (re.compile(r"\\div(?![A-Za-z])"), "/"),
@@ -75,43 +101,54 @@ _SYNONYMS = (
     (re.compile(r"\\dots|\\ldots|\\cdots"), "..."),
 )
 _MATH_DELIMITER = re.compile(r"\\[()\[\]]")
-_BRACED_COMMA = re.compile(r"\{\s*,\s*\}")
-_FRACTION_DIGITS = re.compile(r"\\frac\s*(\d)\s*(?=\d|\{)")
-_FRACTION_SECOND = re.compile(r"(\\frac\s*\{[^{}]*\})\s*(\d)")
+_BRACED_COMMA = re.compile(r"(?<![A-Za-z])\{\s*,\s*\}")
+_BARE = r"(\d|[A-Za-z]|\\(?!frac|sqrt|binom|text)[A-Za-z]+(?!\s*\{))"  # an argument that TeX accepts without braces
+_GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+_FIRST_ARGUMENT = re.compile(rf"\\(frac|binom)(?![A-Za-z])\s*{_BARE}\s*(?=[\dA-Za-z\\{{])")
+_SECOND_ARGUMENT = re.compile(rf"(\\(?:frac|binom)\s*{_GROUP})\s*{_BARE}")
+_SQRT_FRACTION = re.compile(rf"\\sqrt\s*(\\frac\s*{_GROUP}\s*{_GROUP})")
 _SQRT_BARE = re.compile(r"\\sqrt\s*(\d+|[A-Za-z])(?!\w*\{)")
 _SQRT_PAREN = re.compile(r"(?:\\sqrt|(?<![\\A-Za-z])sqrt)\s*\(([^()]*)\)")
 _SCRIPT_BARE = re.compile(r"([\^_])\s*([A-Za-z0-9])")
 _SPACE_BEFORE_WORD = re.compile(r"\\([A-Za-z]+)\s+")
 _SPACES = re.compile(r"\s+")
-_LEADING_PHRASE = re.compile(r"^(?:(?:the|my)\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*[:=]?\s*", re.IGNORECASE)
+_PHRASE = r"(?:(?:the|my)\s+)?(?:final\s+)?answer\s*(?:is|:|=)\s*[:=]?\s*"
+_LEADING_PHRASE = re.compile(
+    rf"^(?:{_PHRASE}|\\text\{{\s*{_PHRASE}\}}\s*|(?:=|\\approx(?![A-Za-z]))\s*)", re.IGNORECASE
+)
+_FORMULA = re.compile(r"[\d\\=]")  # inside \text{}: more than words
 _CURRENCY = "\u00a4"  # stands for a dollar sign that is money, not the edge of a formula
 
 
 def normalize(text: str) -> str:
     """Canonical spelling of an answer; idempotent on its own output in all that `equivalence.py` reads."""
+    text = _VULGAR_FRACTION.sub(_spell_fraction, text)
     text = _SUPERSCRIPT_RUN.sub(lambda run: "^{" + run.group().translate(_SUPERSCRIPTS) + "}", text)
     text = _SUBSCRIPT_RUN.sub(lambda run: "_{" + run.group().translate(_SUBSCRIPTS) + "}", text)
-    text = _VULGAR_FRACTION.sub(_spell_fraction, text)
     text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS)).translate(_CHARACTERS)
     text = text.replace("\\\\", "\\") if "\\begin" not in text else text  # doubled by one JSON escape too many
     text = _unwrap_dollars(text)
+    text = _ROW_GAP.sub(" ", text)
     text = _MATH_DELIMITER.sub(" ", text)
     text = _BRACED_COMMA.sub(",", text)
     text = _TIGHT_SPACE.sub("", text)
     text = _SIZING.sub("", text)
     text = _WIDE_SPACE.sub(" ", text)
-    text = _FRACTION_COMMAND.sub(r"\\frac", text)
+    text = _FRACTION_COMMAND.sub(r"\\\1", text)
+    text = _DECORATION.sub("", text)
     text = _OPERATOR_NAME.sub(r"\\\1 ", text)
-    text = _STYLED_LETTER.sub(lambda match: match.group(1) or "\\mathbb ", text)
+    text = _STYLED_LETTER.sub(r"\1", text)
+    text = _NUMBER_SET.sub(lambda match: f"\\mathbb{{{match[1] or match[2] or match[3]}}}", text)
     text = _TEXT_COMMANDS.sub(r"\\text", text)
     for pattern, replacement in _SYNONYMS:
         text = pattern.sub(replacement, text)
-    text = _FRACTION_DIGITS.sub(r"\\frac{\1}", text)
-    text = _FRACTION_SECOND.sub(r"\1{\2}", text)
+    text = _FIRST_ARGUMENT.sub(r"\\\1{\2}", text)
+    text = _SECOND_ARGUMENT.sub(r"\1{\2}", text)
+    text = _SQRT_FRACTION.sub(r"\\sqrt{\1}", text)
     text = _SQRT_PAREN.sub(r"\\sqrt{\1}", text)
     text = _SQRT_BARE.sub(r"\\sqrt{\1}", text)
     text = _SPACES.sub(" ", text)
-    return trim(_LEADING_PHRASE.sub("", text.strip()))
+    return trim(_LEADING_PHRASE.sub("", trim(text)))
 
 
 def trim(text: str) -> str:
@@ -123,9 +160,11 @@ def trim(text: str) -> str:
         text = _unquote(text.strip())
         if text.endswith((".", ",", ";", ":")) and not text.endswith(".."):  # an ellipsis goes on, a full stop ends
             text = text[:-1].strip()
+        if text.endswith("\\"):  # a line break, or what is left of "\\ "
+            text = text.rstrip("\\")
         if text.startswith("\\text{") and _closes_at_end(text, len("\\text")):
             text = text[len("\\text{") : -1]
-            if any(char.isalpha() for char in text):
+            if any(char.isalpha() for char in text) and not _FORMULA.search(text):
                 return "\\text{" + text.strip() + "}"
         elif text.startswith("{") and _closes_at_end(text, 0):
             text = text[1:-1]
@@ -172,12 +211,12 @@ def bracket_depths(text: str) -> list[int]:
 
 
 def _spell_fraction(match: re.Match[str]) -> str:
-    numerator, _, denominator = unicodedata.normalize("NFKC", match.group()).partition("\u2044")
+    numerator, denominator = re.split("[/\u2044\u2215]", unicodedata.normalize("NFKC", match.group()))
     return f"\\frac{{{numerator}}}{{{denominator}}}"
 
 
 def _unwrap_dollars(text: str) -> str:
-    text = text.replace("\\$", _CURRENCY)
+    text = text.replace("\\$", _CURRENCY).replace("\\textdollar", _CURRENCY)
     return text.replace("$", _CURRENCY if text.count("$") == 1 else "")
 
 

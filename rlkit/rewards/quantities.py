@@ -21,8 +21,15 @@ _CURRENCIES = {
     "₹": "rupee",
     "₽": "ruble",
     "₩": "won",
+    "USD": "dollar",
+    "EUR": "euro",
+    "GBP": "pound sterling",
+    "INR": "rupee",
+    "Rs": "rupee",
 }
-_PREFIX = re.compile(r"([-+]?)\s*(?:US|USD)?\s*([\u00a4€£¥₹₽₩])\s*")
+_PREFIX = re.compile(
+    r"([-+]?)\s*(?:(?:US|USD)?\s*([\u00a4€£¥₹₽₩])|(?:\\text\{\s*)?(USD|EUR|GBP|INR|Rs)\b\.?\s*\}?(?=\s*\d))\s*"
+)
 _PERCENT = re.compile(
     r"(?:%|\s*\\text\{\s*(?:percent|per cent|pct)\.?\s*\}|\s*\b(?:percent|per cent|pct)\b\.?)$", re.IGNORECASE
 )
@@ -124,7 +131,7 @@ def split_unit(text: str, *, attached_letters: bool = False) -> tuple[str, str |
     unit: str | None = None
     prefix = _PREFIX.match(text)
     if prefix:
-        unit = _CURRENCIES[prefix.group(2)]
+        unit = _CURRENCIES[prefix.group(2) or prefix.group(3)]
         text = prefix.group(1) + text[prefix.end() :]
     if percent := _PERCENT.search(text):
         return text[: percent.start()].strip(), unit, True
@@ -183,6 +190,8 @@ def quantities_equal(left: Quantity, right: Quantity) -> bool:
     if left.is_percent == right.is_percent:
         return _values_equal(left.value, left.places, right.value, right.places)
     percent, plain = (left, right) if left.is_percent else (right, left)
+    if plain.unit is not None:
+        return False
     if _values_equal(percent.value, percent.places, plain.value, plain.places):
         return True
     places = None if percent.places is None else percent.places + 2

@@ -3,6 +3,7 @@
 import hashlib
 import re
 import string
+import unicodedata
 from collections import Counter
 
 from rlkit.rewards.labels import label_texts
@@ -45,6 +46,8 @@ def _token_f1(prediction: str, target: str) -> float:
     if prediction.strip() and prediction.strip() == target.strip():
         return 1.0  # also where nothing but articles or punctuation would be left
     predicted, expected = _squad_text(prediction), _squad_text(target)
+    if not expected:  # an answer such as "A" or "The": the article is all there is
+        predicted, expected = _squad_text(prediction, articles=True), _squad_text(target, articles=True)
     if predicted != expected and (predicted in _CLOSED_ANSWERS or expected in _CLOSED_ANSWERS):
         return 0.0
     predicted_tokens, expected_tokens = predicted.split(), expected.split()
@@ -55,5 +58,6 @@ def _token_f1(prediction: str, target: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def _squad_text(text: str) -> str:
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+def _squad_text(text: str, *, articles: bool = False) -> str:
+    text = unicodedata.normalize("NFC", text).lower().translate(_PUNCTUATION)
+    return " ".join((text if articles else _ARTICLES.sub(" ", text)).split())

@@ -1,4 +1,5 @@
-"""SIGKILL of any process of a run: soon nothing of it is left, and the next start continues from the last checkpoint."""
+"""SIGKILL of any process of a run: soon nothing of it is left, and the next start continues from the last
+checkpoint."""
 
 import os
 import signal

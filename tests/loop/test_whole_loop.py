@@ -1,4 +1,5 @@
-"""The whole loop on a CPU: Ray, router, embedded engines, graders, FSDP2 on gloo, weight updates, evaluation, checkpoints."""
+"""The whole loop on a CPU: Ray, router, embedded engines, graders, FSDP2 on gloo, weight updates, evaluation,
+checkpoints."""
 
 import pytest
 
@@ -21,7 +22,8 @@ def test_reward_rises_and_everything_is_left_behind(run_training, task):
     run = run_training(
         *LAYOUTS["colocated 1+1"],
         "--num-rollout", 16, "--lr", 1e-2, "--eval-interval", 8, "--eval-prompt-data", "toy", task / "test.jsonl",
-        "--eval-temperature", 0, "--save-interval", 8, "--keep-checkpoints", 1, "--save-hf", task / "export-{rollout_id}",
+        "--eval-temperature", 0, "--save-interval", 8, "--keep-checkpoints", 1,
+        "--save-hf", task / "export-{rollout_id}",
         "--check-weight-update-equal",
     )  # fmt: skip
     reward = run.series("rollout/reward")

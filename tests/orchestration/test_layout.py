@@ -22,11 +22,13 @@ def config(debug: DebugConfig | None = None, **cluster) -> RunConfig:
         ({"actor_num_gpus_per_node": 2, "colocate": True, "rollout_num_gpus_per_engine": 2}, (0, 1), [(0, 1)]),
         ({"actor_num_gpus_per_node": 1, "rollout_num_gpus": 1}, (0,), [(1,)]),
         ({"actor_num_gpus_per_node": 2, "rollout_num_gpus": 2}, (0, 1), [(2,), (3,)]),
-        ({"actor_num_gpus_per_node": 1, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2}, (0,), [(1, 2), (3, 4)]),
+        ({"actor_num_gpus_per_node": 1, "rollout_num_gpus": 4, "rollout_num_gpus_per_engine": 2},
+         (0,), [(1, 2), (3, 4)]),
         ({"actor_num_gpus_per_node": 8, "actor_num_nodes": 2, "colocate": True, "rollout_num_gpus_per_engine": 8},
          tuple(range(16)), [tuple(range(8)), tuple(range(8, 16))]),
     ],
-    ids=["one of each", "two of each", "one engine on two ranks", "TP-2 over both", "split", "split 2+2", "split TP-2", "two nodes"],
+    ids=["one of each", "two of each", "one engine on two ranks", "TP-2 over both", "split", "split 2+2", "split TP-2",
+         "two nodes"],
 )  # fmt: skip
 def test_layout(cluster, ranks, engines):
     layout = plan_layout(config(**cluster))

@@ -18,7 +18,8 @@ def one_sample(group_id: int, length: int, *, reward: float | None = 1.0, **chan
         "status": SampleStatus.COMPLETED,
         "reward": reward,
     }
-    return Sample(**{"group_id": group_id, "index": 0, "seed": 0, "prompt_length": 2, **fields, **changes})  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    return Sample(**{"group_id": group_id, "index": 0, "seed": 0, "prompt_length": 2, **fields, **changes})
 
 
 def group_of(*samples: Sample) -> SampleGroup:

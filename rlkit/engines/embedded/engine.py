@@ -31,8 +31,8 @@ from rlkit.types.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-IDLE_WAIT_S = 0.05
-"""How often deadlines of waiting flushes are looked at while nothing else happens."""
+FLUSH_POLL_S = 0.05
+"""How often the deadline of a waiting flush is looked at while nothing else happens."""
 
 HELD_ABORT_STATUS = 499
 """What SGLang answers to a request that is aborted before it has been queued."""
@@ -223,10 +223,10 @@ class Engine:
 
     def _take_inbox(self) -> bool:
         """Carry out what has come in; waits while there is nothing to run. False when told to stop."""
-        waits = not self._can_run
+        waits = not self._can_run and not self._deferred
         while True:
             try:
-                item = self._inbox.get(block=waits, timeout=IDLE_WAIT_S if waits else None)
+                item = self._inbox.get(block=waits, timeout=None if self._flush is None else FLUSH_POLL_S)
             except queue.Empty:
                 return True
             waits = False

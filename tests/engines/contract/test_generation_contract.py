@@ -131,12 +131,16 @@ def test_the_length_limit_counts_before_a_stop_id(engine: RunningEngine, base: R
     assert answer.finish_reason is FinishReason.LENGTH
 
 
-def test_min_new_tokens_holds_the_end_back(engine: RunningEngine, base: ReferenceModel):
+def test_min_new_tokens_masks_the_end_before_the_softmax(engine: RunningEngine, base: ReferenceModel):
     prompt, end = base.prompt_that_ends, base.tokenizer.eos_token_id
     sampling = {"temperature": 0.0, "max_new_tokens": 6, "stop_token_ids": (end,)}
     [answer] = generate(engine, make_request(prompt, min_new_tokens=3, **sampling))
     assert len(answer.output_ids) >= 3
-    assert end not in answer.output_ids[:3]
+    logits = base.logits([*prompt, *answer.output_ids])[len(prompt) - 1 : -1]
+    logits[:3, end] = -torch.inf
+    assert answer.output_ids == logits.argmax(-1).tolist()
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(answer.output_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-4, rtol=0)
 
 
 def test_a_stop_string_is_cut_from_the_text_and_not_from_the_ids(engine: RunningEngine, base: ReferenceModel):
