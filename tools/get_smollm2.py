@@ -151,7 +151,7 @@ def verify(output: Path) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(output)
-    model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
     eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
     if not is_tied(model) or model.generation_config.eos_token_id != eos or tokenizer.eos_token_id != eos:
         raise SystemExit(

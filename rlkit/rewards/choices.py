@@ -68,8 +68,9 @@ def grade_choice(response: str, label: object, metadata: Mapping[str, object], *
         last = max(correct, "D")
         texts = dict.fromkeys(string.ascii_uppercase[: string.ascii_uppercase.index(last) + 1], "")
     if has_box(response):
-        box = last_box(response)
-        return float(box is not None and _letter_of_short_answer(box, texts) == correct)
+        box = last_box(response) or ""
+        named = _letter_of_short_answer(box, texts)
+        return float((_stated_letter(_undecorate(box), texts) if named is None else named) == correct)
     return 0.0 if box_only else float(chosen_letter(response, texts) == correct)
 
 
@@ -188,7 +189,7 @@ def _is_choice_token(match: re.Match[str], text: str, texts: Mapping[str, str], 
 def _letter_of_short_answer(text: str, texts: Mapping[str, str]) -> str | None:
     """Letter of an answer that is little more than it: `C`, `(C)`, `C: the third one`, or the text of a choice."""
     text = _undecorate(text).strip()
-    match = re.fullmatch(r"[(\[]?([A-Za-z])[)\]]?(?P<rest>\s*[.:),-].*|\s*\n.*|\s*)", text, re.DOTALL)
+    match = re.fullmatch(r"[(\[]?([A-Za-z])[)\]]?(?P<rest>\s*[.:),(-].*|\s*\n.*|\s*)", text, re.DOTALL)
     if match and match[1].upper() in texts and (len(text) <= 4 or match[1].isupper()):
         return None if _MORE_LETTERS.fullmatch(match["rest"]) else match[1].upper()
     named = _letter_of_text(text, texts)

@@ -44,7 +44,17 @@ def test_reward_rises_and_everything_is_left_behind(run_training, task):
     assert sum(c.isdigit() for c in tokenizer.decode(tokens[0])[len("1 + 1 =") :].replace(" ", "")) >= 4
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "colocated 1+1"])
+COSTLY = ("colocated 2 ranks, 1 engine", "split 2+2")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in COSTLY else [])
+        for name in LAYOUTS
+        if name != "colocated 1+1"
+    ],
+)
 def test_layouts_update_every_engine(run_training, layout):
     """Every transport: after each update all engine weights equal the trainer's, byte for byte, and log-probs agree."""
     run = run_training(*LAYOUTS[layout], "--num-rollout", 2, "--check-weight-update-equal")
