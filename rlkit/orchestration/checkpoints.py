@@ -91,8 +91,22 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path} is marked complete but lacks {', '.join(missing)}; continue from another one with --ckpt-step"
         )
-    meta = CheckpointMeta(**json.loads((path / "meta.json").read_text()))
-    return Checkpoint(path=path, meta=meta, rollout_state=json.loads((path / "rollout_state.json").read_text()))
+    rollout_state = _read_object(path / "rollout_state.json")
+    try:
+        meta = CheckpointMeta(**_read_object(path / "meta.json"))
+    except TypeError as error:
+        raise CheckpointError(f"{path / 'meta.json'} is not of this version: {error}") from error
+    return Checkpoint(path=path, meta=meta, rollout_state=rollout_state)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged ({error}); continue from another one with --ckpt-step") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged (no JSON object); continue from another one with --ckpt-step")
+    return content
 
 
 def staging_dir(directory: Path, step: int) -> Path:

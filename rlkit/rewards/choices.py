@@ -9,6 +9,7 @@ import string
 import unicodedata
 from collections.abc import Mapping
 from numbers import Real
+from typing import Any
 
 from rlkit.rewards.extract import has_box, last_box
 from rlkit.rewards.labels import label_texts
@@ -105,7 +106,7 @@ def _correct_letter(label: object, texts: Mapping[str, str], metadata: Mapping[s
     if isinstance(explicit, str) and _is_letter(explicit.strip().upper()):
         return explicit.strip().upper()
     if isinstance(label, Real) and not isinstance(label, bool):
-        letters = dict(enumerate(texts or string.ascii_uppercase[:4]))
+        letters: dict[Any, str] = dict(enumerate(texts or string.ascii_uppercase[:4]))
         return letters.get(label)  # 2.0 finds 2
     for text in label_texts(label):
         stripped = _undecorate(text).strip(" ()[].:").upper()
