@@ -12,7 +12,7 @@ _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "012345678
 _SUPERSCRIPT_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _SUBSCRIPT_RUN = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
-_VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞↉]|[⁰¹²³⁴⁵⁶⁷⁸⁹]+[⁄/∕][₀₁₂₃₄₅₆₇₈₉]+")
+_VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞↉]|[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,9}[⁄/∕][₀₁₂₃₄₅₆₇₈₉]{1,9}")
 _GREEK = (
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega"
 )

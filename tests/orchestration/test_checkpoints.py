@@ -78,6 +78,14 @@ def test_complete_without_data_state_is_an_error_rs_03(tmp_path):
         find_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["meta.json", "rollout_state.json"])
+@pytest.mark.parametrize("content", ["", '{"step": ', "[5]"])
+def test_a_damaged_part_of_a_complete_one_is_an_error(tmp_path, name, content):
+    (save(tmp_path, 5) / name).write_text(content)
+    with pytest.raises(CheckpointError, match=f"{name} is damaged .* --ckpt-step"):
+        find_checkpoint(tmp_path)
+
+
 def test_only_unfinished_ones_is_an_error(tmp_path):
     half_save(tmp_path, 3)
     with pytest.raises(CheckpointError, match="iter_0000003"):
