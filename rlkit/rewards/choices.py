@@ -22,7 +22,8 @@ _DECORATION = re.compile(
     r"|(?<!\w)['‘]([A-Z])['’](?!\w)|\*\*|__|`|\$"
 )
 _STATEMENT = re.compile(
-    r"\b(?:(?:final|correct|right|best|my)\s+)?answer\b|\b(?:final|correct|right|best|my)\s+(?:choice|option|pick|selection)\b"
+    r"\b(?:(?:final|correct|right|best|my)\s+)?answer\b"
+    r"|\b(?:final|correct|right|best|my)\s+(?:choice|option|pick|selection)\b"
     r"|\b(?P<weak>choice|option|pick|selection)\b"  # "option C is too small" tells less than "the answer is B"
     r"|\b(?:i\s+(?:would\s+)?|i'?ll\s+|we\s+|let'?s\s+)?(?:choose|chose|pick|picked|select|selected|go(?:ing)?\s+with|settle\s+on|opt\s+for)\b",
     re.IGNORECASE,

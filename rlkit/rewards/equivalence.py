@@ -42,6 +42,7 @@ _BASE = re.compile(r"([0-9A-Fa-f]+)_\{?(\d+)\}?")
 _SPACED_DIGITS = re.compile(r"(?<![_^\d])\d+ \d")
 _TEXT = re.compile(r"\\text\{")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4,}")
+_CLOCK = re.compile(r"\d ?[ap]\.? ?m\b", re.IGNORECASE)
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\{\w+\*?\}")
 _FUNCTIONS = frozenset(("sinh", "cosh", "tanh", "sqrt", "asin", "acos", "atan", "arcsin", "arccos", "arctan"))
 
@@ -246,7 +247,7 @@ def _split_assignment(text: str) -> tuple[str | None, str]:
 
 def _is_text(text: str) -> bool:
     """Words rather than algebra: multiplying their letters would make every anagram equal."""
-    if _TEXT.search(text):
+    if _TEXT.search(text) or _CLOCK.search(text):
         return True
     words = _WORD.findall(_ENVIRONMENT.sub("", text))
     return any(word.lower() not in _FUNCTIONS for word in words)

@@ -204,7 +204,7 @@ def test_f1_counts_words(prediction, label, reward):
     assert grade("f1", prediction, label) == pytest.approx(reward)
 
 
-CHOICES = {"choices": ["w", "x", "y", "z"]}
+CHOICES: dict[str, object] = {"choices": ["w", "x", "y", "z"]}
 
 
 @pytest.mark.parametrize(
