@@ -159,6 +159,8 @@ def start_ray(cfg: RunConfig, layout: Layout, *, device: str) -> None:
     if address is not None:
         ray.init(address=address, **common)
         return
+    # Ray runs its workers at nice 15: on a shared machine anything else would push the whole run aside.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     resources = {} if device == "cuda" else {SLOT_RESOURCE: float(max(1, layout.num_slots))}
     ray.init(include_dashboard=False, resources=resources, **common)
 
