@@ -70,11 +70,11 @@ class Session:
     def __enter__(self) -> Self:
         try:
             self._open_run_folder()
-            # From here on SIGTERM takes the same way out as Ctrl-C.
             previous = signal.signal(signal.SIGTERM, raise_interrupt)
             self._exit.callback(signal.signal, signal.SIGTERM, previous)
             startup = Startup(self.cfg, self.folders.run, self._exit, self._spans, self.console)
             fleet = startup.run(self.checkpoint, weight_version=self.start_step)
+            signal.signal(signal.SIGTERM, raise_interrupt)  # again: ray.init puts a handler of its own there
             self._actor, self._updater = fleet.actor, fleet.updater
             self.rollouts, self.phases = fleet.rollouts, fleet.phases
         except BaseException:
@@ -86,7 +86,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, KeyboardInterrupt):
-            logger.error("the run failed", exc_info=error)
+            logger.info("the run failed", exc_info=error)  # to the log alone; the entry point tells the user
         self._exit.close()
 
     def _open_run_folder(self) -> None:
@@ -196,4 +196,5 @@ def is_due(count: int, interval: int | None, last: int) -> bool:
 
 
 def raise_interrupt(number: int, frame: FrameType | None) -> None:
+    """SIGTERM takes the same way out as Ctrl-C."""
     raise KeyboardInterrupt(f"signal {number}")
