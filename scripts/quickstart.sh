@@ -28,10 +28,10 @@ began=$SECONDS
     --prompt-data "$model/data/train.jsonl" --input-key prompt --label-key label --apply-chat-template \
     --rollout-shuffle --rollout-seed "$seed" \
     --actor-num-gpus-per-node 1 --num-gpus-per-node 1 --colocate --device cpu \
-    --num-rollout 60 --rollout-batch-size 32 --n-samples-per-prompt 8 --num-steps-per-rollout 2 \
+    --num-rollout 40 --rollout-batch-size 64 --n-samples-per-prompt 8 --num-steps-per-rollout 2 \
     --rollout-max-response-len 8 --rm-type exact \
-    --eval-interval 20 --eval-prompt-data heldout "$model/data/heldout.jsonl" --eval-temperature 0 \
-    --lr 8e-4 --lr-warmup-iters 5 --eps-clip-high 0.28 \
+    --eval-interval 10 --eval-prompt-data heldout "$model/data/heldout.jsonl" --eval-temperature 0 \
+    --lr 1e-3 --lr-warmup-iters 10 --lr-decay-style linear --min-lr 1e-4 --eps-clip-high 0.28 \
     --embedded-max-running-requests 256 \
     --output-dir "$run" "$@"
 $is_dry_run && exit
