@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs rlkit into .venv, makes a tiny model that half-knows how to add, and teaches it the rest by GRPO on the CPU,
-# through the same train.py, router, engines and weight updates that a cluster uses. About four minutes on two cores.
+# through the same train.py, router, engines and weight updates that a cluster uses. About three minutes on two cores.
 #
 #   bash scripts/quickstart.sh [flags of train.py]       e.g. --num-rollout 80, --dry-run
 #
@@ -16,8 +16,13 @@ model=runs/quickstart/tiny-$seed
 run=runs/quickstart/$(date +%Y%m%d-%H%M%S)-seed$seed
 
 is_dry_run=false
-for argument in "$@"; do
-    [[ "$argument" == --dry-run ]] && is_dry_run=true
+arguments=("$@")
+for ((i = 0; i < $#; i++)); do
+    case "${arguments[i]}" in
+    --output-dir) run=${arguments[i + 1]:-$run} ;;
+    --output-dir=*) run=${arguments[i]#*=} ;;
+    --dry-run | --help | -h) is_dry_run=true ;;
+    esac
 done
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 $is_dry_run || "$python" tools/make_tiny_model.py --output "$model" --seed "$seed"
@@ -33,6 +38,10 @@ began=$SECONDS
     --eval-interval 10 --eval-prompt-data heldout "$model/data/heldout.jsonl" --eval-temperature 0 \
     --lr 1e-3 --lr-warmup-iters 10 --lr-decay-style linear --min-lr 1e-4 --eps-clip-high 0.28 \
     --embedded-max-running-requests 256 \
-    --output-dir "$run" "$@"
+    --output-dir "$run" "$@" || {
+    status=$?
+    $is_dry_run || echo "FAIL: train.py ended with status $status"
+    exit "$status"
+}
 $is_dry_run && exit
 exec "$python" tools/quickstart_check.py --run "$run" --seconds $((SECONDS - began))

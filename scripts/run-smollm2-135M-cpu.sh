@@ -19,7 +19,7 @@ for ((i = 0; i < $#; i++)); do
     case "${arguments[i]}" in
     --prompt-data) prompts=${arguments[i + 1]:-$prompts} ;;
     --prompt-data=*) prompts=${arguments[i]#*=} ;;
-    --dry-run) is_dry_run=true ;;
+    --dry-run | --help | -h) is_dry_run=true ;;
     esac
 done
 if [[ "$prompts" == *@\[* ]]; then

@@ -29,8 +29,9 @@ from tiny_task import Problem, split_problems, write_prompts
 USER, ASSISTANT, END, PAD, UNKNOWN = "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>", "<|unknown|>"
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
-{%- if message['role'] not in ('user', 'assistant') -%}{{ raise_exception('this model knows the roles user and
-assistant') }}{%- endif -%}
+{%- if message['role'] not in ('user', 'assistant') -%}
+{{- raise_exception('this model knows the roles user and assistant') -}}
+{%- endif -%}
 {{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""

@@ -36,17 +36,20 @@ def main() -> int:
     parser.add_argument("--run", type=Path, required=True, help="run folder")
     parser.add_argument("--seconds", type=float, required=True, help="wall-clock time of train.py, start to end")
     args = parser.parse_args()
+    console = Console()
     metrics = args.run / "metrics.jsonl"
+    if not metrics.exists():
+        console.say(f"FAIL: there is no {metrics}")
+        return 1
     _, rewards = metric_series(metrics, "rollout/reward")
     _, scores = metric_series(metrics, "eval/heldout")
     _, num_prompts = metric_series(metrics, "eval/heldout/num_samples")
-    console = Console()
-    console.show_curve(rewards, title="reward of each rollout (share of right answers at temperature 1)")
-    plot_rewards(metrics, args.run / "reward.png", title="quick start")
-    console.say(f"curve {args.run / 'reward.png'}, numbers {metrics}")
     if len(scores) < 2:
         console.say(f"FAIL: {metrics} holds {len(scores)} evaluations, two are needed")
         return 1
+    console.show_curve(rewards, title="reward of each rollout (share of right answers at temperature 1)")
+    plot_rewards(metrics, args.run / "reward.png", title="quick start")
+    console.say(f"curve {args.run / 'reward.png'}, numbers {metrics}")
     wrong = verdict(scores[0], scores[-1], num_prompts[0], args.seconds)
     measured = f"greedy accuracy {scores[0]:.3f} -> {scores[-1]:.3f} on {num_prompts[0]:.0f} held-out prompts"
     if wrong:

@@ -3,8 +3,10 @@
     python tools/bench/cpu_step.py --workload tiny                       phases of rlkit's step
     python tools/bench/cpu_step.py --workload smollm2 --compare 3        rlkit and TRL in turn, three rounds each
 
-Both sides get the same model, prompts, lengths, batch, threads and reward; rlkit runs through `train.py` with its engine, router and weight updates,
-TRL generates with transformers inside its trainer. TRL lives in an environment of its own, made on demand (`--trl-venv`). Models are made on demand
+Both sides get the same model, prompts, lengths, batch, threads and reward; rlkit runs through `train.py` with its
+engine, router and weight updates,
+TRL generates with transformers inside its trainer. TRL lives in an environment of its own, made on demand
+(`--trl-venv`). Models are made on demand
 below `runs/bench`. Times are medians over the steps after the warm-up.
 """
 
@@ -28,7 +30,8 @@ BENCH_DIR = ROOT / "runs" / "bench"
 TRL_PACKAGES = ["torch==2.13.0", "transformers==5.12.1", "trl==1.16.0"]
 PHASES = ("generate", "grade", "pack", "train", "log_prob", "sync", "sleep", "wake")
 ACCOUNTED = ("generate", "grade", "train", "sync")
-"""What a step is for. The rest of it is overhead; `pack` and the turns of shared slots (`sleep`, `wake`) belong to that rest."""
+"""What a step is for. The rest of it is overhead; `pack` and the turns of shared slots (`sleep`, `wake`) belong to
+that rest."""
 
 
 def main() -> None:
@@ -61,8 +64,11 @@ def main() -> None:
         parser.error(f"--steps {load.num_steps} leaves nothing after the {load.num_warmup_steps} warm-up steps")
     folder = BENCH_DIR / time.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True)
-    print(f"{load.name}: {load.num_prompts} prompts x {load.samples_per_prompt} samples, at most {load.max_response_len} tokens each, "
-          f"{load.num_steps} steps ({load.num_warmup_steps} warm-up), {load.num_threads} threads; runs in {folder}", flush=True)  # fmt: skip
+    size = (
+        f"{load.num_prompts} prompts x {load.samples_per_prompt} samples, at most {load.max_response_len} tokens each"
+    )
+    count = f"{load.num_steps} steps ({load.num_warmup_steps} warm-up), {load.num_threads} threads"
+    print(f"{load.name}: {size}, {count}; runs in {folder}", flush=True)
     trl_python = provide_trl(args.trl_venv) if args.compare else None
     ours: list[StepTimes] = []
     theirs: list[StepTimes] = []
@@ -159,7 +165,15 @@ def run_trl(load: Workload, python: Path, prefix: Path) -> list[StepTimes]:
 
 def run_logged(command: list[str], log: Path) -> None:
     """SystemExit with the end of the log if the command fails."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = (
+        os.environ
+        | {
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_WAIT_POLICY": "passive",  # rlkit sets it for its processes; without it TRL would suffer more from neighbours
+        }
+    )
     with log.open("w") as out:
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, check=False).returncode
     if code:

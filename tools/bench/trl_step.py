@@ -1,4 +1,5 @@
-"""TRL's side of the benchmark: `GRPOTrainer` on the CPU, timed step by step. Run by `cpu_step.py` with the Python of TRL's own environment.
+"""TRL's side of the benchmark: `GRPOTrainer` on the CPU, timed step by step. Run by `cpu_step.py` with the Python of
+TRL's own environment.
 
     python tools/bench/trl_step.py workload.json times.json
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """A fixed number of identical GRPO steps: one optimizer step each, float32, temperature 1, no KL, no reference model."""
+    """A fixed number of identical GRPO steps: one optimizer step each, float32, temperature 1, no KL, no reference
+    model."""
 
     name: str
     model: str
@@ -44,7 +45,8 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def last_number_equals(response: str, label: str) -> float:
-    """The reward of both sides: 1.0 where the last number of the response is the label. Costs nothing, so that grading is left out of the comparison."""
+    """The reward of both sides: 1.0 where the last number of the response is the label. Costs nothing, so that grading
+    is left out of the comparison."""
     found = NUMBER.findall(response.replace(",", ""))
     return float(bool(found) and float(found[-1]) == float(label))
 
