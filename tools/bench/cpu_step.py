@@ -165,15 +165,12 @@ def run_trl(load: Workload, python: Path, prefix: Path) -> list[StepTimes]:
 
 def run_logged(command: list[str], log: Path) -> None:
     """SystemExit with the end of the log if the command fails."""
-    environment = (
-        os.environ
-        | {
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONUNBUFFERED": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "OMP_WAIT_POLICY": "passive",  # rlkit sets it for its processes; without it TRL would suffer more from neighbours
-        }
-    )
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_WAIT_POLICY": "passive",  # as rlkit sets for its own processes
+    }
     with log.open("w") as out:
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, check=False).returncode
     if code:
