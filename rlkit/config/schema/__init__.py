@@ -1,0 +1,34 @@
+"""Every setting of a run, as a tree of frozen dataclasses. A field is called what its flag is called
+(`rollout_batch_size` <-> `--rollout-batch-size`).
+
+The command line (`config/load.py`) flattens the tree into slime-compatible flags; `config/rules/` checks fields
+against each other. Nothing here is ever edited after parsing: derived numbers are properties. These modules import the
+standard library only.
+"""
+
+from rlkit.config.schema.algo import AlgoConfig
+from rlkit.config.schema.cluster import ClusterConfig
+from rlkit.config.schema.engines import EngineConfig, SyncConfig
+from rlkit.config.schema.inputs import DataConfig, ModelConfig
+from rlkit.config.schema.records import CheckpointConfig, DebugConfig, LoggingConfig
+from rlkit.config.schema.rollout import EvalConfig, RewardConfig, RolloutConfig
+from rlkit.config.schema.run import RunConfig
+from rlkit.config.schema.training import OptimizerConfig, TrainConfig
+
+__all__ = [
+    "AlgoConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "DataConfig",
+    "DebugConfig",
+    "EngineConfig",
+    "EvalConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SyncConfig",
+    "TrainConfig",
+]

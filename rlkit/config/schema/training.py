@@ -1,0 +1,52 @@
+"""The trainer: optimizer, batches, memory."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW on float32 master weights."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Floor of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the schedule after the warm-up, in optimizer steps."""
+    lr_warmup_iters: int = 0
+    """Optimizer steps of linear warm-up from 0."""
+    lr_decay_iters: int | None = None
+    """Optimizer steps until `--min-lr`; unset means the whole run."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.98
+    """Decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay on matrices; norms and biases are left alone."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Batching and memory of the trainer."""
+
+    train_backend: Literal["fsdp"] = "fsdp"
+    """FSDP2: `fully_shard` per block over all training ranks."""
+    global_batch_size: int | None = None
+    """Samples per optimizer step; unset follows from `--num-steps-per-rollout`."""
+    num_steps_per_rollout: int | None = None
+    """Optimizer steps per rollout; unset follows from `--global-batch-size`, else 1."""
+    max_tokens_per_gpu: int = 8192
+    """Most tokens of one micro-batch on one GPU. A longer sample runs alone."""
+    log_probs_chunk_size: int = 1024
+    """Tokens whose logits are held in float32 at a time; bounds memory at large vocabularies."""
+    gradient_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass: slower, far less memory."""
+    seed: int = 1234
+    """Seed of the trainer's random state."""
+    distributed_timeout_minutes: int = 10
+    """Minutes that training ranks wait for each other, at the start and in every collective, before they give up."""
