@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from rlkit.rewards.process import GraderProcess, WorkerLostError
 from rlkit.rewards.wire import WorkerSetup
@@ -94,8 +95,9 @@ class AlgebraService:
             finally:
                 self._idle.put(process)
             if verdict is not None:
-                self._memory.put(pair, verdict)
-                return verdict
+                if verdict.is_final:
+                    self._memory.put(pair, verdict.is_equal)
+                return verdict.is_equal
         logger.warning(
             "grading gave up after %.0f s without a free algebra process and scored 0.0; "
             "grade from fewer threads or use GraderPool",
@@ -130,8 +132,17 @@ class AlgebraService:
             return None
 
 
-def _ask(process: GraderProcess, pair: Pair, deadline: float) -> bool | None:
-    """Verdict of one process: False where it ran into its limits, None where there was no time for an answer.
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one process found."""
+
+    is_equal: bool
+    is_final: bool = True
+    """False where the wall limit cut it short: on a less busy machine the answer may be another."""
+
+
+def _ask(process: GraderProcess, pair: Pair, deadline: float) -> Verdict | None:
+    """Verdict of one process: different where it ran into its limits, None where there was no time for an answer.
 
     RewardError when the process cannot start.
     """
@@ -142,9 +153,12 @@ def _ask(process: GraderProcess, pair: Pair, deadline: float) -> bool | None:
     limit = WALL_LIMIT_S + _GRACE_S
     left = deadline - time.monotonic()
     try:
-        return process.submit(*pair).result(timeout=max(0.0, min(limit, left))).value is True
+        reply = process.submit(*pair).result(timeout=max(0.0, min(limit, left)))
+        return Verdict(reply.value is True)
     except WorkerLostError as error:
-        return None if process.is_lost and not error.timed_out else False
+        if process.is_lost and error.limit is None:
+            return None
+        return Verdict(False, is_final=error.limit != "wall")
     except concurrent.futures.TimeoutError:
         process.kill()  # it is still at work on this pair, whose fate must not be taken for that of the next one
-        return None if left < limit else False
+        return None if left < limit else Verdict(False, is_final=False)

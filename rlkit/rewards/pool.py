@@ -181,7 +181,7 @@ class GraderPool:
                 process = await self._serving_process(index)
                 return await self._reply(process, *arguments)
             except WorkerLostError as error:
-                if error.timed_out:
+                if error.limit is not None:
                     raise _UnscoredError("timeout", f"took more than {self._setup.wall_limit_s:g} s") from error
                 if attempt or time.monotonic() - sent >= self._setup.wall_limit_s:
                     raise _UnscoredError("crash", str(error)) from error

@@ -15,7 +15,7 @@ import weakref
 from concurrent.futures import Future, InvalidStateError
 from typing import IO, Any
 
-from rlkit.rewards.wire import Died, Failed, Ready, Reply, Request, WorkerSetup, receive, send
+from rlkit.rewards.wire import Died, Failed, Limit, Ready, Reply, Request, WorkerSetup, receive, send
 from rlkit.types.errors import RewardError
 
 _BOOT = (
@@ -28,11 +28,11 @@ _CLOSE_WAIT_S = 2.0
 
 
 class WorkerLostError(Exception):
-    """The request died with its executor; `timed_out` tells a time limit from a crash."""
+    """The request died with its executor; `limit` tells a time limit from a crash."""
 
-    def __init__(self, reason: str, *, timed_out: bool) -> None:
+    def __init__(self, reason: str, *, limit: Limit | None = None) -> None:
         super().__init__(reason)
-        self.timed_out = timed_out
+        self.limit: Limit | None = limit
 
 
 class GraderProcess:
@@ -94,7 +94,7 @@ class GraderProcess:
         future: Future[Reply] = Future()
         with self._lock:
             if self._is_lost:
-                raise WorkerLostError("the grader process is gone", timed_out=False)
+                raise WorkerLostError("the grader process is gone")
             self._next_id += 1
             request_id = self._next_id
             self._pending[request_id] = future
@@ -102,7 +102,7 @@ class GraderProcess:
                 send(self._requests, Request(request_id=request_id, arguments=arguments))
             except BrokenPipeError:
                 self._pending.pop(request_id)
-                raise WorkerLostError("the grader process is gone", timed_out=False) from None
+                raise WorkerLostError("the grader process is gone") from None
             except BaseException:
                 self._pending.pop(request_id)
                 raise
@@ -138,7 +138,7 @@ class GraderProcess:
                 if future is not None:
                     _complete(future, message)
             case Died():
-                self._fail_pending(WorkerLostError(message.reason, timed_out=message.timed_out))
+                self._fail_pending(WorkerLostError(message.reason, limit=message.limit))
                 if not self.ready.done():
                     self._lose(f"the process crashed while it started: {message.reason}")
                     _kill_group(self._popen.pid)
@@ -156,7 +156,7 @@ class GraderProcess:
             ready = self._ready
         if not ready.done():
             _fail(ready, RewardError(reason))
-        self._fail_pending(WorkerLostError(reason, timed_out=False))
+        self._fail_pending(WorkerLostError(reason))
 
     def _fail_pending(self, error: WorkerLostError) -> None:
         with self._lock:

@@ -6,7 +6,10 @@ import os
 import pickle
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+Limit = Literal["wall", "processor"]
+"""Which clock a time limit goes by."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -44,7 +47,8 @@ class Failed:
 class Died:
     """The executor was killed or crashed; its requests are lost, the next ones are answered."""
 
-    timed_out: bool
+    limit: Limit | None
+    """The time limit that it ran into."""
     reason: str
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlkit.rewards.custom import is_async, load_custom_function, plain_value
-from rlkit.rewards.wire import Died, Failed, Ready, Reply, Request, WorkerSetup, receive, send
+from rlkit.rewards.wire import Died, Failed, Limit, Ready, Reply, Request, WorkerSetup, receive, send
 from rlkit.types.errors import ConfigError
 
 Handler = Callable[..., Any]
@@ -30,6 +30,7 @@ Handler = Callable[..., Any]
 _LOOK_EVERY_MS = 1000  # in case the executor left children that keep its pipe open
 _FAREWELL_S = 0.05
 _RECYCLED = 3  # exit code of an executor that makes room for a fresh one
+LIMIT_OF_SIGNAL: dict[str, Limit] = {"SIGALRM": "wall", "SIGPROF": "processor"}
 _REQUESTS_PER_EXECUTOR = 5000  # sympy's caches only grow
 
 
@@ -51,8 +52,8 @@ def main() -> None:
             return
         if os.WIFSIGNALED(status):
             name = signal.Signals(os.WTERMSIG(status)).name
-            timed_out = name in ("SIGALRM", "SIGPROF")
-            send(replies, Died(timed_out=timed_out, reason="time limit" if timed_out else f"killed by {name}"))
+            limit = LIMIT_OF_SIGNAL.get(name)
+            send(replies, Died(limit=limit, reason=f"{limit} time limit" if limit else f"killed by {name}"))
 
 
 def _claim_pipes() -> tuple[int, int]:

@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
-from rlkit.rewards import grade
+from rlkit.rewards import algebra, grade
+from rlkit.rewards.process import GraderProcess, WorkerLostError
+from rlkit.rewards.wire import WorkerSetup
 
 LIMIT_S = 10.0
 HOSTILE = {
@@ -175,3 +178,30 @@ print(json.dumps([first, json.loads(os.read(read, 100)), ask(6), ask(8)]))
 """
     )
     assert out == [1.0, [1.0, 0.0], 0.0, 1.0]
+
+
+def test_a_verdict_of_a_busy_machine_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall limit says nothing about the answers; the processor limit does."""
+    service = algebra.AlgebraService()
+    verdicts = [algebra.Verdict(False, is_final=False), algebra.Verdict(True)]
+    monkeypatch.setattr(algebra, "_ask", lambda *_: verdicts.pop(0))
+    pair = ("x+x", "2x")
+    assert [service.any_equal((pair,)) for _ in range(3)] == [False, True, True]
+
+
+@pytest.mark.parametrize(("cpu_limit_s", "wall_limit_s", "limit"), [(0.2, 20.0, "processor"), (None, 0.5, "wall")])
+def test_a_time_limit_says_which_clock_it_went_by(
+    tmp_path: Path, cpu_limit_s: float | None, wall_limit_s: float, limit: str
+) -> None:
+    path = tmp_path / "spin.py"
+    path.write_text("def spin(*_):\n    while True:\n        pass\n")
+    setup = WorkerSetup(
+        custom_path=f"{path}:spin", wall_limit_s=wall_limit_s, cpu_limit_s=cpu_limit_s, memory_limit_bytes=None
+    )
+    process = GraderProcess(setup, quiet=True)
+    try:
+        with pytest.raises(WorkerLostError) as raised:
+            process.submit("", "", None).result(timeout=60)
+        assert raised.value.limit == limit
+    finally:
+        process.close()
