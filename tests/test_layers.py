@@ -30,7 +30,7 @@ ONLY_IN = {
     "sglang": ("engines/sglang",),
     "transformers": ("backends/fsdp", "engines/embedded", "data/tokenizer"),
     "torch.distributed": ("dist", "backends", "sync", "engines/embedded"),
-    "aiohttp": ("engines", "rollout"),
+    "aiohttp": ("engines", "rollout", "rewards/remote"),
     "fastapi": ("engines/embedded",),
     "math_verify": ("rewards",),
     "tyro": ("config",),

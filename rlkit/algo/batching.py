@@ -5,13 +5,15 @@ sum depends on packing, micro-batching or the number of ranks.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlkit.algo.packing import plan_step
+from rlkit.algo.reducers import token_weights
 from rlkit.types.batches import PackedBatch, Update
 from rlkit.types.errors import DataError
 from rlkit.types.samples import Sample
@@ -26,25 +28,35 @@ def build_updates(
     max_tokens: int,
     per_token_loss: bool,
     with_rollout_logprobs: bool,
+    constant_length: int | None = None,
     cp: int = 1,
     require_reward: bool = True,
 ) -> list[list[Update]]:
     """[rank][optimizer step] of one rollout.
 
-    Each block of `batch_size` consecutive samples makes one optimizer step (the last block holds what is left). Inside
+    Each block of `batch_size` consecutive rollouts, of one sample each unless they fan out into several, makes one
+    optimizer step (the last block holds what is left). Inside
     a block, samples that cannot be trained on take no compute: not trainable, no finite reward (with `require_reward`;
     SFT has none), or a loss mask of zeros. A block without any trainable sample becomes an update without
     micro-batches. Raises DataError when a sample's lists do not fit together.
     """
     assert len(samples) == len(advantages) and batch_size > 0
     ranks: list[list[Update]] = [[] for _ in range(dp)]
-    for start in range(0, len(samples), batch_size):
-        block = range(start, min(start + batch_size, len(samples)))
+    runs = [list(run) for _, run in groupby(range(len(samples)), key=lambda i: rollout_of(samples[i]))]
+    for start in range(0, len(runs), batch_size):
+        block = [i for run in runs[start : start + batch_size] for i in run]
         kept = [i for i in block if is_trained_on(samples[i], require_reward=require_reward)]
         for i in kept:
             _check(samples[i], i, with_rollout_logprobs=with_rollout_logprobs)
         num_loss_tokens = sum(sum(samples[i].loss_mask) for i in kept)
-        weights = loss_weights([sum(samples[i].loss_mask) for i in kept], per_token_loss=per_token_loss)
+        number_of = {rollout: n for n, rollout in enumerate(dict.fromkeys(rollout_of(samples[i]) for i in kept))}
+        rollouts = [number_of[rollout_of(samples[i])] for i in kept]
+        weights = loss_weights(
+            [sum(samples[i].loss_mask) for i in kept],
+            rollouts=rollouts,
+            per_token_loss=per_token_loss,
+            constant_length=constant_length,
+        )
         weight_of = dict(zip(kept, weights, strict=True))
         plan = plan_step([samples[i].total_length for i in kept], dp=dp, max_tokens=max_tokens, cp=cp)
         for updates, micro_batches in zip(ranks, plan.micro_batches, strict=True):
@@ -55,12 +67,25 @@ def build_updates(
                     sample_ids=members,
                     advantages=[advantages[i] for i in members],
                     token_weights=[weight_of[i] for i in members],
+                    rollouts=[number_of[rollout_of(samples[i])] for i in members],
                     with_rollout_logprobs=with_rollout_logprobs,
                 )
                 for members in chosen
             ]
-            updates.append(Update(micro_batches=packed, num_loss_tokens=num_loss_tokens, num_samples=len(kept)))
+            updates.append(
+                Update(
+                    micro_batches=packed,
+                    num_loss_tokens=num_loss_tokens,
+                    num_samples=len(kept),
+                    num_rollouts=len(number_of),
+                )
+            )
     return ranks
+
+
+def rollout_of(sample: Sample) -> Hashable:
+    """What names a rollout in the run. The samples that one rollout fans out into stand side by side and share it."""
+    return sample.group_id, sample.index
 
 
 def is_trained_on(sample: Sample, *, require_reward: bool = True) -> bool:
@@ -70,18 +95,21 @@ def is_trained_on(sample: Sample, *, require_reward: bool = True) -> bool:
 
 
 def loss_weights(
-    num_loss_tokens: Sequence[int], *, per_token_loss: bool, constant_length: int | None = None
+    num_loss_tokens: Sequence[int],
+    *,
+    per_token_loss: bool,
+    constant_length: int | None = None,
+    rollouts: Sequence[int] | None = None,
 ) -> list[float]:
-    """Weight of one trained token of each sample. `num_loss_tokens` counts those of all samples of one optimizer step.
-
-    `per_token_loss`: the mean over all tokens of the step. Otherwise the mean over samples of each one's token mean;
-    or, with `constant_length`, of its token sum over that constant, so that long answers are not favoured (Dr.GRPO,
-    arXiv:2503.20783).
+    """Weight of one trained token of each sample. `num_loss_tokens` counts those of all samples of one optimizer step;
+    `rollouts` numbers their rollouts from 0, unset: each sample is one.
     """
     assert all(tokens > 0 for tokens in num_loss_tokens)
-    if per_token_loss:
-        return [1.0 / sum(num_loss_tokens) for _ in num_loss_tokens]
-    return [1.0 / (len(num_loss_tokens) * (constant_length or tokens)) for tokens in num_loss_tokens]
+    rollouts_S = torch.tensor(range(len(num_loss_tokens)) if rollouts is None else rollouts, dtype=torch.int64)
+    tokens_S = torch.tensor(num_loss_tokens, dtype=torch.float64)
+    tokens_R = torch.zeros(int(rollouts_S.max()) + 1 if rollouts_S.numel() else 0, dtype=torch.float64)
+    tokens_R.index_add_(0, rollouts_S, tokens_S)
+    return token_weights(rollouts_S, tokens_R, per_token_loss=per_token_loss, constant_length=constant_length).tolist()
 
 
 def pack(
@@ -91,8 +119,10 @@ def pack(
     advantages: Sequence[float],
     token_weights: Sequence[float],
     with_rollout_logprobs: bool,
+    rollouts: Sequence[int] | None = None,
 ) -> PackedBatch:
-    """Lay samples end to end. No samples give the empty dummy that keeps ranks in step."""
+    """Lay samples end to end. No samples give the empty dummy that keeps ranks in step. `rollouts` unset: each sample
+    is one."""
     lengths = np.array([sample.total_length for sample in samples], dtype=np.int64)
     bounds = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
     num_tokens = int(bounds[-1])
@@ -116,6 +146,7 @@ def pack(
         loss_weight_T=_tensor(weight),
         advantages_S=_tensor(np.array(advantages, dtype=np.float32)),
         sample_ids_S=_tensor(np.array(sample_ids, dtype=np.int64)),
+        rollouts_S=_tensor(np.array(range(len(samples)) if rollouts is None else rollouts, dtype=np.int64)),
         rollout_logp_T=_tensor(rollout_logp) if with_rollout_logprobs else None,
     )
 

@@ -2,7 +2,8 @@
 
 With d = log p_ref - log p_policy of a token that the policy sampled (Schulman, "Approximating KL Divergence", 2020):
 k1 = -d is unbiased with high variance, k2 = d^2 / 2 is biased with low variance, k3 = exp(d) - d - 1 is unbiased, never
-negative and of low variance.
+negative and of low variance. Their *gradients* are those of the KL only after multiplying by the importance ratio of
+the token (DeepSeek-V3.2, arXiv:2512.02556), see `unbiased_kl`.
 """
 
 from typing import Literal, assert_never
@@ -36,6 +37,15 @@ def token_kl(logp: Tensor, ref_logp: Tensor, *, kl_type: KlType) -> Tensor:
             return _k3(difference).clamp(-LOW_VAR_KL_BOUND, LOW_VAR_KL_BOUND)
         case _:
             assert_never(kl_type)
+
+
+def unbiased_kl(kl_T: Tensor, log_ratio_T: Tensor) -> Tensor:
+    """Estimates times exp(logp - old), differentiable through both, for tokens that an older policy sampled.
+
+    With k3 the gradient of a token is ratio * (logp - ref) * grad logp, that of the KL itself; without the ratio k3
+    pulls along the wrong divergence. The log-ratio is bounded to [-20, 20].
+    """
+    return log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * kl_T
 
 
 def _k3(difference: Tensor) -> Tensor:

@@ -9,15 +9,23 @@ Invariant: `weight_T` holds the global denominator (`types/batches.py`), so noth
 Masked positions may hold anything, NaN included: they are replaced before any arithmetic, because NaN * 0 is NaN.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from rlkit.algo.kl import MAX_LOG_RATIO, KlType, token_kl
-from rlkit.types.errors import ConfigError
+from rlkit.algo.cispo import cispo_objective
+from rlkit.algo.gspo import sequence_log_ratio
+from rlkit.algo.kl import KlType, token_kl, unbiased_kl
+from rlkit.algo.ppo import clipped_objective
+from rlkit.algo.sequences import Sequences
 
 WEIGHTED = ("loss", "pg_loss", "kl_loss")
 
 LossAndSums = tuple[Tensor, dict[str, Tensor]]
+
+PolicyObjective = Literal["clip", "gspo", "cispo"]
+"""Token ratios clipped as in PPO and GRPO; sequence ratios clipped; token ratios clipped and held fixed."""
 
 
 def policy_loss(
@@ -30,18 +38,22 @@ def policy_loss(
     eps_clip: float,
     eps_clip_high: float | None = None,
     eps_clip_c: float | None = None,
+    objective: PolicyObjective = "clip",
+    sequences: Sequences | None = None,
+    importance_T: Tensor | None = None,
     entropy_T: Tensor | None = None,
     entropy_coef: float = 0.0,
     ref_logp_T: Tensor | None = None,
     kl_loss_coef: float = 0.0,
     kl_loss_type: KlType = "low_var_kl",
+    use_unbiased_kl: bool = False,
 ) -> LossAndSums:
-    """Clipped policy gradient, minus entropy bonus, plus KL to a reference.
+    """Policy gradient by `objective` (`ppo.py`, `gspo.py`, `cispo.py`), each token's times `importance_T`, minus
+    entropy bonus, plus KL to a reference.
 
-    Per token, with ratio = exp(logp - old): max(-ratio * A, -clip(ratio, 1 - eps_clip, 1 + eps_clip_high) * A) (PPO,
-    Schulman et al. 2017, arXiv:1707.06347; a higher upper bound is DAPO's clip-higher, arXiv:2503.14476), for A < 0 at
-    most `eps_clip_c` * |A| (dual clip, Ye et al. 2020, arXiv:1912.09729). `eps_clip_c` must exceed 1, else ConfigError.
-    Sums: loss, pg_loss, kl_loss (with `ref_logp_T`), ppo_kl (old - new), clip_fraction, entropy (with `entropy_T`).
+    "gspo" needs `sequences`. `importance_T` is constant and corrects the policy gradient alone. Sums: loss, pg_loss,
+    kl_loss (with `ref_logp_T`), ppo_kl (old - new), clip_fraction, entropy (with `entropy_T`). ConfigError for an
+    `eps_clip_c` of 1 or less.
     """
     zero = logp_T.new_zeros(())
     logp_T = torch.where(mask_T, logp_T, zero)
@@ -50,9 +62,20 @@ def policy_loss(
     weight_T = torch.where(mask_T, weight_T, zero)
 
     log_ratio_T = logp_T - old_logp_T
-    token_loss_T, clipped_T = clipped_objective(
-        log_ratio_T, advantages_T, eps_clip=eps_clip, eps_clip_high=eps_clip_high, eps_clip_c=eps_clip_c
-    )
+    if objective == "cispo":
+        token_loss_T, clipped_T = cispo_objective(
+            logp_T, log_ratio_T, advantages_T, eps_clip=eps_clip, eps_clip_high=eps_clip_high
+        )
+    else:
+        ratio_of_T = log_ratio_T
+        if objective == "gspo":
+            assert sequences is not None, "the ratio of a sequence needs to know which tokens it has"
+            ratio_of_T = torch.where(mask_T, sequence_log_ratio(log_ratio_T, mask_T, sequences), zero)
+        token_loss_T, clipped_T = clipped_objective(
+            ratio_of_T, advantages_T, eps_clip=eps_clip, eps_clip_high=eps_clip_high, eps_clip_c=eps_clip_c
+        )
+    if importance_T is not None:
+        token_loss_T = token_loss_T * torch.where(mask_T, importance_T, zero)
     pg_loss = (token_loss_T * weight_T).sum()
     loss = pg_loss
     sums = {
@@ -62,6 +85,8 @@ def policy_loss(
     }
     if ref_logp_T is not None:
         kl_T = token_kl(logp_T, torch.where(mask_T, ref_logp_T, zero), kl_type=kl_loss_type)
+        if use_unbiased_kl:
+            kl_T = unbiased_kl(kl_T, log_ratio_T)
         kl_loss = (kl_T * weight_T).sum()
         loss = loss + kl_loss_coef * kl_loss
         sums["kl_loss"] = kl_loss.detach()
@@ -72,32 +97,6 @@ def policy_loss(
         sums["entropy"] = entropy_T.detach().sum()
     sums["loss"] = loss.detach()
     return loss, sums
-
-
-def clipped_objective(
-    log_ratio_T: Tensor,
-    advantages_T: Tensor,
-    *,
-    eps_clip: float,
-    eps_clip_high: float | None = None,
-    eps_clip_c: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(token losses, bool: the clip decided this token's loss), both [T]. Inputs are finite."""
-    if eps_clip_c is not None and eps_clip_c <= 1.0:
-        raise ConfigError(f"--eps-clip-c {eps_clip_c} must be above 1: it bounds the loss at c * |advantage|; try 3.0")
-    eps_high = eps_clip if eps_clip_high is None else eps_clip_high
-    # bounded before exp: an infinite ratio turns into NaN in the gradient even where the clip takes the other branch
-    ratio_T = log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    plain_T = -ratio_T * advantages_T
-    clipped_T = -ratio_T.clamp(1.0 - eps_clip, 1.0 + eps_high) * advantages_T
-    loss_T = torch.maximum(plain_T, clipped_T)
-    is_clipped_T = clipped_T > plain_T
-    if eps_clip_c is not None:
-        bound_T = -eps_clip_c * advantages_T
-        is_bounded_T = (advantages_T < 0) & (loss_T > bound_T)
-        loss_T = torch.where(is_bounded_T, bound_T, loss_T)
-        is_clipped_T = is_clipped_T | is_bounded_T
-    return loss_T, is_clipped_T
 
 
 def sft_loss(logp_T: Tensor, *, mask_T: Tensor, weight_T: Tensor, entropy_T: Tensor | None = None) -> LossAndSums:
@@ -116,3 +115,12 @@ def log_prob_gap(trainer_logp_T: Tensor, rollout_logp_T: Tensor, mask_T: Tensor)
     """
     gap_T = torch.where(mask_T, (trainer_logp_T.detach() - rollout_logp_T).abs(), 0.0)
     return gap_T.sum(), gap_T.max() if gap_T.numel() else gap_T.new_zeros(())
+
+
+def mismatch_kl(trainer_logp_T: Tensor, rollout_logp_T: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
+    """(k1, k3) summed over trained tokens: two estimates of KL(engine, trainer) by what the engine sampled."""
+    zero = trainer_logp_T.new_zeros(())
+    trainer_T = torch.where(mask_T, trainer_logp_T.detach(), zero)
+    rollout_T = torch.where(mask_T, rollout_logp_T, zero)
+    k1_T, k3_T = (token_kl(rollout_T, trainer_T, kl_type=kl_type) for kl_type in ("k1", "k3"))
+    return k1_T.sum(), k3_T.sum()

@@ -1,4 +1,4 @@
-"""What a training backend is: five collective functions and a read-only view of its weights. Called by
+"""What a training backend is: six functions and a read-only view of its weights. Called by
 `orchestration/train_workers.py`.
 
 Every rank calls each function in the same order.
@@ -35,7 +35,21 @@ class Backend(Protocol):
 
     def save(self, step: int, directory: Path, *, hf_directory: Path | None) -> None:
         """Write model, optimizer, schedule and random state into `directory` (and a Hugging Face export). Returns when
-        all ranks are done."""
+        all ranks are done; with `--async-save` when the state is copied, and `finish_save` waits for the rest."""
+        ...
+
+    def is_save_done(self) -> bool:
+        """Whether this rank has written all that `save` was given. Never waits."""
+        ...
+
+    def finish_save(self) -> None:
+        """Wait until the last `save` is written on all ranks; raises what went wrong. Awake or asleep."""
+        ...
+
+    def fingerprint(self) -> dict[str, int]:
+        """This rank's part of the fingerprints (`types/fingerprints.py`) of all that `save` would write now, by name in
+        the checkpoint. Not collective; needs AWAKE.
+        """
         ...
 
     def sleep(self) -> None:

@@ -77,6 +77,8 @@ def layout_title(cfg: RunConfig, layout: Layout) -> str:
         each = cfg.cluster.rollout_num_gpus_per_engine
         size = f" of {each} {slot_word(cfg)}s" if each > 1 else ""
         parts.append(_count(len(layout.engines), "engine") + size)
+    elif cfg.starts_engines:
+        parts.append(f"engines of others at {_shown(cfg.engine.rollout_external_engine_addrs)}")
     if layout.rank_slots and layout.engines:
         parts.append("taking turns" if cfg.cluster.colocate else "side by side")
     where = f"{_count(layout.num_slots, slot_word(cfg))} on {_count(layout.num_nodes, 'node')}"
@@ -119,7 +121,7 @@ def arithmetic_lines(cfg: RunConfig) -> Iterator[str]:
     if not cfg.starts_trainer:
         yield "  no training (--debug-rollout-only)"
         return
-    steps, batch, ranks = cfg.steps_per_rollout, cfg.batch_size, cfg.cluster.actor_num_gpus
+    steps, batch, ranks = cfg.steps_per_rollout, cfg.batch_size, cfg.data_parallel_size
     per_rank = batch // ranks
     yield f"  = {_count(steps, 'optimizer step')} x global batch of {_count(batch, 'sample')}"
     yield f"  = {_count(per_rank, 'sample')} on each of {_count(ranks, 'rank')} per optimizer step"
@@ -157,9 +159,12 @@ def slot_word(cfg: RunConfig) -> str:
 
 
 def _micro_batches(cfg: RunConfig, per_rank: int) -> str:
-    budget = cfg.train.max_tokens_per_gpu
+    cp = cfg.train.context_parallel_size
+    budget = cfg.train.max_tokens_per_gpu * cp
+    flag = f"max_tokens_per_gpu x context_parallel_size = {cfg.train.max_tokens_per_gpu} x {cp}" if cp > 1 else ""
+    flag = flag or f"max_tokens_per_gpu = {budget}"
     if cfg.is_sft:
-        return f"micro-batches of at most {budget} tokens (max_tokens_per_gpu); a longer row is one by itself"
+        return f"micro-batches of at most {budget} tokens ({flag}); a longer row is one by itself"
     prompt, response = cfg.data.rollout_max_prompt_len, cfg.rollout.rollout_max_response_len
     context = cfg.rollout.rollout_max_context_len
     if prompt is not None:
@@ -171,7 +176,7 @@ def _micro_batches(cfg: RunConfig, per_rank: int) -> str:
     fitting = max(1, budget // longest)
     fewest = -(-per_rank // fitting)
     return (
-        f"if every sample has {said}: at most {fitting} of them in a micro-batch of max_tokens_per_gpu = {budget},"
+        f"if every sample has {said}: at most {fitting} of them in a micro-batch of {flag},"
         f" so at least {_count(fewest, 'micro-batch', 'micro-batches')} per rank and optimizer step"
     )
 
@@ -181,7 +186,9 @@ def _weight_update(cfg: RunConfig) -> str:
     if transport == "auto":
         transport = "ipc" if cfg.cluster.colocate else "nccl"
     size = cfg.sync.update_weight_buffer_size / 1024**2
-    return f"new weights go to the engines by {transport}, in buckets of {size:g} MiB"
+    interval = cfg.sync.update_weights_interval
+    often = f" after every {interval} steps" if interval > 1 else ""
+    return f"new weights go to the engines{often} by {transport}, in buckets of {size:g} MiB"
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:

@@ -48,6 +48,12 @@ def _trainer_lines(cfg: RunConfig, size: ModelSize) -> Iterator[str]:
     }
     if cfg.needs_reference:
         per_rank["reference model"] = _compute_bytes(cfg) * size.num_params / ranks / _GIB
+    if cfg.needs_teacher and cfg.distill.opd_teacher_load is not None:
+        teacher = model_size(cfg.distill.opd_teacher_load)
+        if teacher is None:
+            yield f"  not known: the size of the teacher {cfg.distill.opd_teacher_load} cannot be read here"
+        else:
+            per_rank["teacher model"] = _compute_bytes(cfg) * teacher.num_params / ranks / _GIB
     total = sum(per_rank.values())
     terms = " + ".join(f"{gib:.2f} {name}" for name, gib in per_rank.items())
     yield f"  trainer: {total:.2f} GiB per rank{_share(cfg, total)} = {terms}"

@@ -5,20 +5,37 @@ Called by `train.py`. Imports neither torch nor ray.
 
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlkit.cli.dry_run import print_dry_run
+from rlkit.cli.exit_status import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_RESTARTABLE,
+    EXIT_STOPPED,
+    attempt_number,
+)
 from rlkit.config.load import load_config, to_json
 from rlkit.config.rules import advice, check_paths
 from rlkit.config.schema import RunConfig
-from rlkit.types.errors import ConfigError, RlkitError
+from rlkit.types.errors import (
+    ConfigError,
+    EngineError,
+    HangError,
+    RlkitError,
+    RunStopped,
+    SyncError,
+    WorkerDied,
+)
 
-EXIT_CONFIG = 2
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
+_RESTARTABLE = (WorkerDied, HangError, EngineError, SyncError)
+_FROM_OUTSIDE = ("AcceleratorError", "DistBackendError", "DistNetworkError")
+"""Errors of torch that a broken GPU or network causes, not the configuration."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +61,10 @@ def prepare_run(argv: Sequence[str]) -> RunPlan:
     for sentence in advice(cfg):
         print(f"note: {sentence}", file=sys.stderr)
     steps = num_steps(cfg)
+    if attempt_number():
+        from rlkit.cli.supervisor import continue_own_run  # local: a first attempt does not need it
+
+        cfg = continue_own_run(cfg, run_dir(cfg))
     # With --num-epoch the number is known only now; schedules need it too.
     cfg = replace(cfg, rollout=replace(cfg.rollout, num_rollout=steps))
     return RunPlan(cfg=cfg, num_steps=steps, run_dir=run_dir(cfg), config_json=to_json(resolved))
@@ -75,16 +96,42 @@ def run_dir(cfg: RunConfig) -> Path:
 
 def run_cli(main: Callable[[list[str]], None], argv: list[str]) -> int:
     """Run an entry point; errors that users can act on are one message, not a traceback (that is in
-    `logs/driver.log`)."""
+    `logs/driver.log`). With `--max-restarts` it runs in child processes."""
     try:
+        if attempt_number() is None and (status := supervise(argv)) is not None:
+            return status
         main(argv)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return EXIT_CONFIG
+    except RunStopped as stopped:
+        print(stopped, file=sys.stderr)
+        return EXIT_STOPPED
+    except _RESTARTABLE as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_RESTARTABLE
     except RlkitError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
         print("interrupted; every process of the run has been stopped", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except RuntimeError as error:
+        if type(error).__name__ not in _FROM_OUTSIDE:
+            raise
+        traceback.print_exc()
+        return EXIT_RESTARTABLE
     return 0
+
+
+def supervise(argv: Sequence[str]) -> int | None:
+    """Run attempts in child processes; their exit status. None without `--max-restarts`, and for a dry run."""
+    cfg = load_config(argv).config
+    if cfg.recovery.max_restarts == 0 or cfg.debug.dry_run:
+        return None
+    from rlkit.cli.supervisor import Supervisor  # local: --help does not need it
+
+    folder = run_dir(cfg)
+    named = [] if cfg.logging.output_dir is not None else ["--output-dir", str(folder)]  # the same for all attempts
+    command = [sys.executable, sys.argv[0], *argv, *named]
+    return Supervisor(command, run_dir=folder, max_restarts=cfg.recovery.max_restarts).run()

@@ -86,6 +86,10 @@ def _set(
     flag: Flag, words: list[str], values: dict[str, Any], bad_keys: set[str], problems: list[str], *, attached: bool
 ) -> int:
     """Read one flag; returns how many of `words` belong to it."""
+    if flag.is_unsettable_switch and words[:1] == ["None"]:
+        values[flag.key] = None
+        bad_keys.discard(flag.key)
+        return 1
     match flag.takes:
         case "nothing":
             used: list[str] = []

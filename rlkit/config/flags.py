@@ -31,7 +31,12 @@ class Flag:
 
     @property
     def is_switch(self) -> bool:
-        return self.source.is_switch if isinstance(self.source, SglangFlag) else self.source.hint is bool
+        return self.source.is_switch if isinstance(self.source, SglangFlag) else self.source.inner is bool
+
+    @property
+    def is_unsettable_switch(self) -> bool:
+        """On, off, or None: left to the run."""
+        return self.is_switch and isinstance(self.source, FieldInfo) and self.source.is_optional
 
     @property
     def takes(self) -> Takes:

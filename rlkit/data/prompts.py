@@ -6,7 +6,7 @@ row is never cut, and a row that is too long is left out, counted and reported.
 
 import hashlib
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,17 @@ from rlkit.types.samples import Prompt
 logger = logging.getLogger(__name__)
 
 _STATE_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A place in the stream of prompts."""
+
+    epoch: int
+    drawn: int
+    """Rows of the epoch that are behind it."""
+    num_too_long: int
+    """Rows left out so far, over all epochs."""
 
 
 class PromptSource:
@@ -78,6 +89,10 @@ class PromptSource:
             "drawn": self._drawn,
             "num_too_long": self._num_too_long,
         }
+
+    def place(self) -> Place:
+        """Where the next prompt comes from."""
+        return Place(epoch=self._epoch, drawn=self._drawn, num_too_long=self._num_too_long)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.

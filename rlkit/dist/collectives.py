@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from rlkit.dist.groups import RankMesh
 
@@ -29,15 +30,24 @@ def max_over_data(x: Tensor, mesh: RankMesh) -> Tensor:
     return x
 
 
-def gather_over_data(shard: Tensor, mesh: RankMesh) -> Tensor:
+def sum_over_shards(x: Tensor, mesh: RankMesh) -> Tensor:
+    """Sum of `x` over all ranks, each of which holds other rows of the parameters, in place. Collective: call on every
+    rank.
+    """
+    if mesh.shard_size > 1:
+        dist.all_reduce(x, op=dist.ReduceOp.SUM, group=mesh.shards.get_group())
+    return x
+
+
+def gather_over_shards(shard: Tensor, mesh: RankMesh) -> Tensor:
     """[n] on every rank -> [ranks, n] on every rank. Collective: call on every rank with the same n and dtype."""
-    if mesh.data_size == 1:
+    if mesh.shard_size == 1:
         return shard[None]
-    gathered = shard.new_empty(mesh.data_size * shard.numel())
+    gathered = shard.new_empty(mesh.shard_size * shard.numel())
     # torch 2.13 gave the function a new name and warns about the old one, which is all that 2.11 has
     gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    gather(gathered, shard.contiguous(), group=mesh.data_group)
-    return gathered.view(mesh.data_size, -1)
+    gather(gathered, shard.contiguous(), group=mesh.shards.get_group())
+    return gathered.view(mesh.shard_size, -1)
 
 
 def all_gather_objects(value: Any) -> list[Any]:
@@ -49,7 +59,9 @@ def all_gather_objects(value: Any) -> list[Any]:
     return gathered
 
 
-def barrier() -> None:
-    """Wait until every training rank is here. Collective over all training ranks; nothing to do for a single one."""
+def barrier(group: ProcessGroup | None = None) -> None:
+    """Wait until every training rank is here. Collective over all training ranks; nothing to do for a single one.
+    `group`: a group of all ranks that no other thread uses.
+    """
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(torch.zeros(1))  # a CPU tensor: waits for the processes, not for their GPU streams
+        dist.all_reduce(torch.zeros(1), group=group)  # a CPU tensor: waits for the processes, not for their GPU streams

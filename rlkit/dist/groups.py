@@ -18,7 +18,9 @@ from rlkit.types.ranks import RankInfo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMesh:
-    """Where this rank stands. Axis `dp`: the ranks that share out data and shard parameters."""
+    """Where this rank stands. Axis `dp`: ranks that hold different samples; axis `cp`: ranks that hold different tokens
+    of the same samples. Parameters are sharded over all of them (the flattened axis `dp_cp`).
+    """
 
     mesh: DeviceMesh
     rank: int
@@ -32,6 +34,28 @@ class RankMesh:
     @property
     def data_group(self) -> ProcessGroup:
         return self.mesh["dp"].get_group()
+
+    @property
+    def context_size(self) -> int:
+        """Ranks that share the tokens of a row."""
+        return self.mesh["cp"].size()
+
+    @property
+    def context_rank(self) -> int:
+        return self.mesh["cp"].get_local_rank()
+
+    @property
+    def context_group(self) -> ProcessGroup:
+        return self.mesh["cp"].get_group()
+
+    @property
+    def shards(self) -> DeviceMesh:
+        """One axis over all ranks, along which parameters are sharded and gradients reduced."""
+        return self.mesh["dp_cp"]
+
+    @property
+    def shard_size(self) -> int:
+        return self.data_size * self.context_size
 
     @property
     def is_main(self) -> bool:
@@ -62,7 +86,10 @@ def init_process_group(rank: RankInfo, *, timeout_s: float) -> RankMesh:
             world_size=rank.world_size,
             timeout=timeout,
         )
-    mesh = init_device_mesh(rank.device, (rank.world_size,), mesh_dim_names=("dp",))
+    cp = rank.context_parallel_size
+    assert rank.world_size % cp == 0
+    mesh = init_device_mesh(rank.device, (rank.world_size // cp, cp), mesh_dim_names=("dp", "cp"))
+    mesh["dp", "cp"]._flatten("dp_cp")
     return RankMesh(mesh=mesh, rank=rank.rank, device=device)
 
 
@@ -72,6 +99,20 @@ def _store(rank: RankInfo, timeout: timedelta) -> dist.Store:  # pyright: ignore
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         rank.master_addr, rank.master_port, rank.world_size, is_master=rank.is_main, timeout=timeout
     )
+
+
+def cpu_mesh(mesh: RankMesh) -> DeviceMesh:
+    """The axis over all ranks for tensors on the CPU. Makes no group: the default one carries CPU tensors too."""
+    if mesh.device.type == "cpu":
+        return mesh.shards
+    return init_device_mesh("cpu", (mesh.shard_size,), mesh_dim_names=("dp_cp",))
+
+
+def new_cpu_group(*, timeout_s: float) -> ProcessGroup:
+    """A gloo group of all ranks for a thread that works beside the others. Collective."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    assert isinstance(group, ProcessGroup)
+    return group
 
 
 def destroy_process_group() -> None:

@@ -1,10 +1,12 @@
 """How an engine process is started. Both engines speak SGLang's native HTTP API, so nothing else about them differs.
 
-`orchestration/engines.py` builds the spec here, starts the process and talks to it through `engines/client.py`.
+`orchestration/engine_process.py` builds the spec here, starts the process and talks to it through `engines/client.py`.
+Nothing in here needs torch: an engine is launched while its parent still imports.
 """
 
+import socket
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import Literal, assert_never
 
 from rlkit.config.schema import RunConfig
 
@@ -32,13 +34,25 @@ class EngineSlot:
     """Intra-op threads on a CPU."""
     weight_version: int
     seed: int
+    num_nodes: int = 1
+    """Nodes that the engine spans; this process is for one of them."""
+    node_rank: int = 0
+    dist_init_addr: str | None = None
+    """`host:port` on the first node where the processes of one engine meet; None on a single node."""
+    max_total_tokens: int | None = None
+    """Size of the KV cache of the engine's first start: a restarted one must not measure a GPU that is in use."""
+
+
+def free_port(host: str) -> int:
+    """A port that was free a moment ago on `host`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
 
 
 def build_launch(cfg: RunConfig, slot: EngineSlot) -> LaunchSpec:
     """The command that starts one engine; `--rollout-engine auto` is resolved here from the device."""
-    kind = cfg.engine.rollout_engine
-    if kind == "auto":
-        kind = "sglang" if slot.device == "cuda" else "embedded"
+    kind = engine_kind(cfg, slot.device)
     match kind:
         case "embedded":
             from rlkit.engines.embedded.launch import embedded_launch
@@ -50,6 +64,13 @@ def build_launch(cfg: RunConfig, slot: EngineSlot) -> LaunchSpec:
             return sglang_launch(cfg, slot)
         case _:
             assert_never(kind)
+
+
+def engine_kind(cfg: RunConfig, device: str) -> Literal["sglang", "embedded"]:
+    """`--rollout-engine`, with `auto` resolved by the device: SGLang on CUDA, the embedded engine on a CPU."""
+    if cfg.engine.rollout_engine != "auto":
+        return cfg.engine.rollout_engine
+    return "sglang" if device == "cuda" else "embedded"
 
 
 def engine_dtype(cfg: RunConfig, slot: EngineSlot) -> str:

@@ -22,7 +22,7 @@ from rlkit.engines.wire import (
     parse_stream_event,
     weight_version_text,
 )
-from rlkit.types.errors import EngineError
+from rlkit.types.errors import EngineError, EngineUnavailable
 from rlkit.types.generation import EngineLoad, GenerateRequest, Generation, ModelInfo
 from rlkit.types.weights import WeightSpec
 
@@ -116,7 +116,8 @@ class EngineClient:
         await self._call("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        await self._call("POST", "/continue_generation", {})
+        # the engine's own cache of CUDA blocks is left alone: emptying it takes time while requests wait
+        await self._call("POST", "/continue_generation", {"torch_empty_cache": False})
 
     async def flush_cache(self, *, timeout_s: float = 60.0) -> None:
         """Wait until the engine is idle and its prefix cache is empty; EngineError when that does not happen in time.
@@ -247,11 +248,12 @@ class EngineClient:
 
     def _refusal(self, endpoint: str, status: int, body: bytes, reason: str = "") -> EngineError:
         excerpt = body.decode("utf-8", errors="replace")[:BODY_EXCERPT]
-        return EngineError(f"{self.url}{endpoint}: status {status}{': ' * bool(reason)}{reason}: {excerpt}")
+        kind = EngineUnavailable if status >= 500 else EngineError
+        return kind(f"{self.url}{endpoint}: status {status}{': ' * bool(reason)}{reason}: {excerpt}")
 
     def _unreachable(self, endpoint: str, error: BaseException) -> EngineError:
         limit = f" after {self._timeout.total:g} s" if isinstance(error, TimeoutError) and self._timeout.total else ""
-        return EngineError(f"{self.url}{endpoint}: no answer{limit}: {type(error).__name__}: {error}")
+        return EngineUnavailable(f"{self.url}{endpoint}: no answer{limit}: {type(error).__name__}: {error}")
 
     def _bad_answer(self, endpoint: str, answer: object) -> "_BadAnswer":
         return _BadAnswer(f"{self.url}{endpoint}", answer)

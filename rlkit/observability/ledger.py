@@ -5,26 +5,34 @@ on which rank). The rollout manager writes the events of sample groups, the driv
 `write` to a file opened for appending, so that lines of several processes of one host do not mix and a killed process
 loses nothing it has written.
 
-A resumed run appends. Its RESUMED event carries the step and the next group id of the checkpoint: events of that step
-and later steps that stand before it belong to work that was thrown away.
+A resumed run appends. Its RESUMED event carries the step and the state of the checkpoint: events of that step and later
+steps that stand before it belong to work that was thrown away. `audit.py` reads a ledger with that rule.
 
 Fields by event (all lists run over the samples of the group, in order):
 
 | event | fields |
 |---|---|
+| drawn | step, first_group, num_groups, begin, end (each [epoch, rows drawn of it]), too_long, num_rows |
 | issued | step, group, position, epoch, num_samples, seeds |
 | generated | step, group, status, lengths, versions, and `reissued` where a request had to be sent again |
 | graded | step, group, rewards (null: unscored) |
 | kept | step, group |
 | dropped | step, group, reason; `indices` where only some samples of the group are meant |
 | buffered | step, group, reason |
-| trained | step, rank, groups |
-| started, resumed, saved | step, and what the driver adds |
+| trained | step, rank, groups (with a sample on that rank), step_samples (distinct ones over all ranks) |
+| started, resumed | step (the first), source, rollout_state; resumed also checkpoint_step, weight_version, path |
+| saved | step, weight_version, path, rollout_state |
+| finished | step (the next one that there is not) |
+| stopped | step (the next), signal, saved |
+| failed | error, message |
+| restarted | attempt, max_restarts, exit_status |
+
+`source` is where samples come from: `engines`, `labels` (supervised) or `replay`.
 """
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -35,6 +43,7 @@ import orjson
 
 
 class LedgerEvent(StrEnum):
+    DRAWN = "drawn"
     ISSUED = "issued"
     GENERATED = "generated"
     GRADED = "graded"
@@ -45,10 +54,27 @@ class LedgerEvent(StrEnum):
     STARTED = "started"
     RESUMED = "resumed"
     SAVED = "saved"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    RESTARTED = "restarted"
 
     @property
     def is_about_the_run(self) -> bool:
-        return self in (LedgerEvent.STARTED, LedgerEvent.RESUMED, LedgerEvent.SAVED)
+        return self in _ABOUT_THE_RUN
+
+
+_ABOUT_THE_RUN = frozenset(
+    {
+        LedgerEvent.STARTED,
+        LedgerEvent.RESUMED,
+        LedgerEvent.SAVED,
+        LedgerEvent.FINISHED,
+        LedgerEvent.STOPPED,
+        LedgerEvent.FAILED,
+        LedgerEvent.RESTARTED,
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +100,15 @@ class Ledger:
 
     def write(self, event: LedgerEvent, **fields: Any) -> None:
         """Append one line. `event` and `time` are the writer's own keys."""
-        line = orjson.dumps({"event": event, "time": round(time.time(), 3), **fields}, option=orjson.OPT_APPEND_NEWLINE)
-        write_fully(self._fd, line)
+        self.write_together(event, [fields])
+
+    def write_together(self, event: LedgerEvent, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Append several lines at once: a process that is killed has written all of them or none."""
+        now = round(time.time(), 3)
+        data = b"".join(
+            orjson.dumps({"event": event, "time": now, **fields}, option=orjson.OPT_APPEND_NEWLINE) for fields in lines
+        )
+        write_fully(self._fd, data)
 
     def sync(self) -> None:
         """Wait until everything written so far is on the disk; called when a checkpoint claims it."""
@@ -93,9 +126,9 @@ class Ledger:
         self.close()
 
 
-def read_ledger(path: Path) -> Iterator[LedgerRecord]:
-    """The events in order. A line torn by a crash (of any writer) is skipped; an unknown event is a ValueError with
-    its line number.
+def read_ledger(path: Path, *, torn: list[int] | None = None) -> Iterator[LedgerRecord]:
+    """The events in order. A line torn by a crash (of any writer) is skipped, and its number is added to `torn`; an
+    unknown event is a ValueError with its line number.
     """
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -103,6 +136,8 @@ def read_ledger(path: Path) -> Iterator[LedgerRecord]:
                 fields = orjson.loads(line)
                 event = LedgerEvent(fields.pop("event"))
             except orjson.JSONDecodeError:
+                if torn is not None:
+                    torn.append(number)
                 continue
             except (ValueError, KeyError) as error:
                 raise ValueError(f"{path}:{number}: not a ledger event: {error}") from error

@@ -29,6 +29,14 @@ class SpanName(StrEnum):
     """New weights on their way to the engines."""
     SLEEP = "sleep"
     WAKE = "wake"
+    TRAINER_SLEEP = "trainer_sleep"
+    """The trainer's part of SLEEP, and so on."""
+    TRAINER_WAKE = "trainer_wake"
+    ENGINE_SLEEP = "engine_sleep"
+    ENGINE_WAKE = "engine_wake"
+    """Room for weights, before an update."""
+    KV_WAKE = "kv_wake"
+    """Room for the KV cache, after it."""
     EVALUATE = "evaluate"
 
 

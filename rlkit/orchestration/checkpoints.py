@@ -1,6 +1,7 @@
 """The folder of checkpoints: what is complete, which one a run continues from, how one is written, which are deleted.
 
     <save>/iter_0000011/COMPLETE            written last; a folder without it is never chosen
+                       /manifest.json       every file with its digest, every tensor with its fingerprint
                        /meta.json           step, weight version, world size
                        /rollout_state.json  position in the prompt file and the next group id
                        /trainer/            what the backend wrote
@@ -14,15 +15,17 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rlkit.orchestration.manifest import MARKER, build_manifest, manifest_text, read_manifest, verify_files
+from rlkit.orchestration.manifest import NAME as MANIFEST
 from rlkit.types.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-MARKER = "COMPLETE"
 POINTER = "latest_checkpointed_iteration.txt"
 NAME = re.compile(r"iter_(\d{7,})")
 
@@ -99,6 +102,24 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path=path, meta=meta, rollout_state=rollout_state)
 
 
+def verify(checkpoint: Checkpoint) -> None:
+    """Read every file and compare it with the manifest; CheckpointError names what differs. A checkpoint without a
+    manifest is taken as it is, with a warning.
+    """
+    manifest = read_manifest(checkpoint.path)
+    if manifest is None:
+        logger.warning("%s has no %s, so its files cannot be verified", checkpoint.path, MANIFEST)
+        return
+    problems = verify_files(checkpoint.path, manifest)
+    if not problems:
+        return
+    others = [path.name for path in complete_checkpoints(checkpoint.path.parent) if path != checkpoint.path]
+    raise CheckpointError(
+        f"{checkpoint.path} is not what was saved: {'; '.join(problems)}. Continue from another one with --ckpt-step "
+        f"(complete are also: {', '.join(others) or 'none'})"
+    )
+
+
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -117,11 +138,18 @@ def staging_dir(directory: Path, step: int) -> Path:
     return path
 
 
-def commit(staging: Path, meta: CheckpointMeta, rollout_state: dict[str, Any]) -> Path:
-    """Add what is missing, mark it complete, rename it into place and move the pointer."""
+def commit(
+    staging: Path, meta: CheckpointMeta, rollout_state: dict[str, Any], *, tensors: Mapping[str, str] | None = None
+) -> Path:
+    """Add what is missing, mark it complete, rename it into place and move the pointer.
+
+    `tensors`: fingerprints of what was saved, for the manifest. Reads all that was written, for its digests.
+    """
     directory = staging.parent
     write_durably(staging / "meta.json", json.dumps(asdict(meta), indent=2))
     write_durably(staging / "rollout_state.json", json.dumps(rollout_state))
+    manifest = build_manifest(staging, asdict(meta), rollout_state, tensors or {})
+    write_durably(staging / MANIFEST, manifest_text(manifest))
     write_durably(staging / MARKER, "")
     final = directory / f"iter_{meta.step:07d}"
     if final.exists():
@@ -140,14 +168,28 @@ def commit(staging: Path, meta: CheckpointMeta, rollout_state: dict[str, Any]) -
     return final
 
 
-def prune(directory: Path, keep: int | None) -> list[Path]:
-    """Delete all but the `keep` newest complete checkpoints (None keeps all); returns what was deleted."""
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """Folders of complete checkpoints, oldest step first."""
+    if not directory.is_dir():
+        return []
+    return sorted(
+        (path for path in directory.iterdir() if NAME.fullmatch(path.name) and (path / MARKER).is_file()), key=step_of
+    )
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("iter_"))
+
+
+def prune(directory: Path, keep: int | None, *, newest: int | None = None) -> list[Path]:
+    """Delete all but the `keep` newest complete checkpoints (None keeps all); returns what was deleted.
+
+    `newest`: the step saved last. Checkpoints of later steps are older work that a run with --ckpt-step left behind:
+    they neither count nor are they deleted.
+    """
     if keep is None:
         return []
-    complete = sorted(
-        (path for path in directory.iterdir() if NAME.fullmatch(path.name) and (path / MARKER).is_file()),
-        key=lambda path: int(path.name.removeprefix("iter_")),
-    )
+    complete = [path for path in complete_checkpoints(directory) if newest is None or step_of(path) <= newest]
     doomed = complete[: max(0, len(complete) - keep)]
     for path in doomed:
         (path / MARKER).unlink()  # first, so that an interrupted deletion leaves nothing that looks complete

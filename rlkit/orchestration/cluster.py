@@ -8,7 +8,9 @@ by hand (`threads_per_slot`) and not by Ray.
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -39,6 +41,8 @@ WORKER_ENV = {
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+NOTHING_MORE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,8 +121,10 @@ class Cluster:
         assert self._group is not None
         return PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=bundle)
 
-    def actor_options(self, slot: int, *, share: float, num_threads: int) -> dict[str, Any]:
-        """Ray options of an actor on `slot` that takes `share` of it."""
+    def actor_options(
+        self, slot: int, *, share: float, num_threads: int, env_vars: Mapping[str, str] = NOTHING_MORE
+    ) -> dict[str, Any]:
+        """Ray options of an actor on `slot` that takes `share` of it; `env_vars` win over ours."""
         threads = {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
         if self.device == "cpu":
             # Threads that spin while they wait take the cores from engine, graders and router: 1.5 x on a busy machine.
@@ -126,7 +132,7 @@ class Cluster:
         options: dict[str, Any] = {
             "num_cpus": 0,
             "scheduling_strategy": self._in_bundle(self.slots[slot].bundle),
-            "runtime_env": {"env_vars": {**WORKER_ENV, **threads}},
+            "runtime_env": {"env_vars": {**WORKER_ENV, **threads, **env_vars}},
         }
         if self.device == "cuda":
             options["num_gpus"] = share

@@ -50,7 +50,7 @@ def plan_layout(cfg: RunConfig) -> Layout:
     """Ranks first, then engines; colocated engines start again at slot 0."""
     cluster = cfg.cluster
     num_ranks = cluster.actor_num_gpus if cfg.starts_trainer else 0
-    num_engines = cluster.num_engines if cfg.starts_engines else 0
+    num_engines = cluster.num_engines if cfg.starts_engine_processes else 0
     width = cluster.rollout_num_gpus_per_engine
     first = 0 if cluster.colocate else num_ranks
     engines = tuple(

@@ -33,10 +33,11 @@ class SharedGpus:
     @contextmanager
     def training(self) -> Iterator[None]:
         self._updater.sleep_engines()
-        with self._spans(SpanName.WAKE):
+        with self._spans(SpanName.WAKE), self._spans(SpanName.TRAINER_WAKE):
             self._actor.wake_up()
         yield
-        with self._spans(SpanName.SLEEP):  # not in a finally: after a failure the session tears down, never goes on
+        # not in a finally: after a failure the session tears down, never goes on
+        with self._spans(SpanName.SLEEP), self._spans(SpanName.TRAINER_SLEEP):
             self._actor.sleep()
 
 

@@ -26,6 +26,15 @@ def start_undertaker() -> Callable[[], None]:
     return say_proper_end
 
 
+def last_lines(path: Path, num_lines: int = 20) -> str:
+    """The end of a text file."""
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - 16384))
+        lines = file.read().decode("utf-8", errors="replace").splitlines()
+    return "\n".join(lines[-num_lines:])
+
+
 class ServerProcess:
     """One child process and its log file."""
 
@@ -55,11 +64,7 @@ class ServerProcess:
 
     def tail(self, num_lines: int = 20) -> str:
         """The last lines of the log, for error messages."""
-        with self.log_path.open("rb") as log:
-            log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - 16384))
-            lines = log.read().decode("utf-8", errors="replace").splitlines()
-        return "\n".join(lines[-num_lines:])
+        return last_lines(self.log_path, num_lines)
 
     def stop(self) -> None:
         """End the process and everything that it started; returns when it is gone."""

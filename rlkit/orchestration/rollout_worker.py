@@ -1,7 +1,7 @@
 """The rollout manager as a Ray actor. `RolloutWorker` is a shell around `RolloutManager`; `Rollouts` is the driver's
 handle."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from rlkit.config.schema import RunConfig
 from rlkit.observability.console import Console
 from rlkit.observability.spans import Spans
 from rlkit.orchestration.cluster import WORKER_ENV
-from rlkit.orchestration.train_workers import claim_output
 from rlkit.orchestration.waiting import Waiter
+from rlkit.orchestration.worker_output import claim_output
 from rlkit.rollout.manager import RolloutManager
+from rlkit.rollout.metrics import eval_table
 from rlkit.types.ranks import MetricSet
 
 
@@ -58,6 +59,10 @@ class RolloutWorker:
         """Samples done and wanted in the running rollout or evaluation."""
         return self._progress
 
+    async def waits(self) -> list[str]:
+        """What the running rollout or evaluation waits for, a sentence each."""
+        return self.manager.waits()
+
     async def generate(self, step: int) -> tuple[list[ObjectRef], MetricSet]:
         """Shards go into the object store one by one, so that each rank fetches its own only."""
         batch = await self.manager.generate(step)
@@ -65,6 +70,9 @@ class RolloutWorker:
 
     async def evaluate(self, step: int) -> MetricSet:
         return {**(await self.manager.evaluate(step)), **self._spans.drain()}
+
+    async def set_engines(self, engine_urls: Sequence[str]) -> None:
+        self.manager.set_engines(engine_urls)
 
     async def record_trained(self, step: int) -> None:
         self.manager.record_trained(step)
@@ -77,6 +85,7 @@ class RolloutWorker:
 
 
 WHO = "rollout manager"
+ASK_TIMEOUT_S = 2.0
 RemoteRolloutWorker: Any = ray.remote(num_cpus=0)(RolloutWorker)
 
 
@@ -86,6 +95,8 @@ class Rollouts:
     def __init__(self, cfg: RunConfig, *, run_dir: Path, waiter: Waiter, console: Console) -> None:
         self._waiter = waiter
         self._console = console
+        self.on_poll: Callable[[], None] | None = None
+        """Called about twice a second while a rollout or an evaluation runs."""
         here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
         self._worker: Any = RemoteRolloutWorker.options(
             scheduling_strategy=here, runtime_env={"env_vars": WORKER_ENV}, max_concurrency=8
@@ -93,26 +104,52 @@ class Rollouts:
 
     def start(
         self, *, dp: int, router_url: str | None, engine_urls: Sequence[str], state: dict[str, Any] | None
-    ) -> None:
-        self._waiter.gather([self._worker.start.remote(dp, router_url, engine_urls, state)], who=WHO)
+    ) -> ObjectRef:
+        """Begin opening data, graders and connections; see `wait_until_started`."""
+        return self._worker.start.remote(dp, router_url, engine_urls, state)
+
+    def wait_until_started(self, starting: ObjectRef) -> None:
+        self._waiter.gather([starting], who=WHO, doing="opening data and graders")
 
     def generate(self, step: int) -> tuple[list[ObjectRef], MetricSet]:
-        return self._with_progress(self._worker.generate.remote(step), "generate")
+        return self._with_progress(self._worker.generate.remote(step), "generate", f"generating step {step}")
 
     def evaluate(self, step: int) -> MetricSet:
-        return self._with_progress(self._worker.evaluate.remote(step), "evaluate")
+        metrics = self._with_progress(self._worker.evaluate.remote(step), "evaluate", f"evaluating before step {step}")
+        if table := eval_table(metrics):
+            self._console.say(table)
+        return metrics
 
-    def _with_progress(self, task: ObjectRef, label: str) -> Any:
+    def _with_progress(self, task: ObjectRef, label: str, doing: str) -> Any:
+        shown: tuple[int, int] | None = None
         with self._console.progress(label) as bar:
 
             def show() -> None:
-                bar.update(*ray.get(self._worker.progress.remote()))
+                nonlocal shown
+                asked = self._worker.progress.remote()
+                if ray.wait([asked], timeout=ASK_TIMEOUT_S)[0] and (now := tuple[int, int](ray.get(asked))) != shown:
+                    bar.update(*now)
+                    self._waiter.waits.progress()
+                    shown = now
+                if self.on_poll is not None:
+                    self.on_poll()
 
-            return self._waiter.gather([task], who=WHO, on_poll=show)[0]
+            return self._waiter.gather([task], who=WHO, doing=doing, on_poll=show)[0]
+
+    def set_engines(self, engine_urls: Sequence[str]) -> None:
+        """Where the engines are now; requests find them through the router, aborts go to them directly."""
+        self._waiter.gather([self._worker.set_engines.remote(engine_urls)], who=WHO)
 
     def record_trained(self, step: int) -> None:
         """Tell the ledger that the optimizer steps of this rollout are done."""
         self._waiter.gather([self._worker.record_trained.remote(step)], who=WHO)
+
+    def waits(self, timeout_s: float) -> list[str]:
+        """What the manager itself waits for; asked by the watchdog from a thread of its own."""
+        asked = self._worker.waits.remote()
+        if not ray.wait([asked], timeout=timeout_s)[0]:
+            return [f"the {WHO} does not answer"]
+        return ray.get(asked)
 
     def state(self) -> dict[str, Any]:
         return self._waiter.gather([self._worker.state.remote()], who=WHO)[0]

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlkit.config.schema import RunConfig
+from rlkit.engines.base import free_port
 from rlkit.engines.client import RouterClient
 from rlkit.orchestration.processes import ServerProcess
-from rlkit.sync.group import free_port
 from rlkit.types.errors import EngineError
 
 READY_TIMEOUT_S = 120.0
@@ -50,6 +50,32 @@ def register_engines(url: str, engine_urls: Sequence[str], process: ServerProces
             await router.wait_for_workers(engine_urls, timeout_s=READY_TIMEOUT_S)
 
     asyncio.run(register())
+
+
+def remove_worker(url: str, engine_url: str) -> None:
+    """Stop routing to an engine that is gone; nothing to do where the router does not know it."""
+
+    async def remove() -> None:
+        async with RouterClient(url, timeout_s=30.0) as router:
+            if engine_url in await router.workers():
+                await router.remove_worker(engine_url)
+
+    asyncio.run(remove())
+
+
+def add_worker(url: str, engine_url: str) -> None:
+    """Route to one more engine; returns when requests may reach it."""
+
+    async def add() -> None:
+        async with RouterClient(url, timeout_s=30.0) as router:
+            await router.add_worker(engine_url)
+            deadline = time.monotonic() + READY_TIMEOUT_S
+            while engine_url not in await router.workers():
+                if time.monotonic() > deadline:
+                    raise EngineError(f"{url}/workers: {engine_url} is not routed to after {READY_TIMEOUT_S:.0f} s")
+                await asyncio.sleep(0.1)
+
+    asyncio.run(add())
 
 
 async def wait_until_listening(router: RouterClient, process: ServerProcess) -> None:

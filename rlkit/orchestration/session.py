@@ -7,32 +7,33 @@ returns.
 
 import json
 import logging
-import signal
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from ray import ObjectRef
 
 from rlkit.config.schema import RunConfig
 from rlkit.observability.console import Console
-from rlkit.observability.ledger import Ledger, LedgerEvent
+from rlkit.observability.ledger import Ledger
 from rlkit.observability.logs import set_up_logging
 from rlkit.observability.metrics import ConsoleSink, JsonlSink, MetricLog, MetricSink, WandbSink
 from rlkit.observability.spans import SpanName, Spans
 from rlkit.orchestration.checkpoints import (
-    Checkpoint,
     CheckpointMeta,
-    commit,
-    find_checkpoint,
     prune,
     staging_dir,
     start_step,
 )
+from rlkit.orchestration.oversight import Oversight
+from rlkit.orchestration.pending_save import CommittedSave, PendingSave
+from rlkit.orchestration.resuming import checkpoint_to_continue, note_end, write_saved, write_start
+from rlkit.orchestration.saving import SaveGuard, all_or_nothing
 from rlkit.orchestration.startup import Startup
+from rlkit.sync.versions import advanced
 from rlkit.types.errors import CheckpointError
 from rlkit.types.ranks import MetricSet
 
@@ -64,21 +65,26 @@ class Session:
         self._exit = ExitStack()
         self._spans = Spans()
         self._metrics: MetricSet = {}
+        self._saved_step: int | None = None
+        self._pending: PendingSave | None = None
+        self._weight_version: int | None = None
+        """What the engines hold."""
 
     # ---- start and end -------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         try:
             self._open_run_folder()
-            previous = signal.signal(signal.SIGTERM, raise_interrupt)
-            self._exit.callback(signal.signal, signal.SIGTERM, previous)
-            startup = Startup(self.cfg, self.folders.run, self._exit, self._spans, self.console)
+            startup = Startup(
+                self.cfg, self.folders.run, self._exit, self._spans, self.console, waits=self._oversight.waits
+            )
             fleet = startup.run(self.checkpoint, weight_version=self.start_step)
-            signal.signal(signal.SIGTERM, raise_interrupt)  # again: ray.init puts a handler of its own there
+            self._oversight.all_is_up(fleet)
+            self._num_params = fleet.num_params
             self._actor, self._updater = fleet.actor, fleet.updater
-            self.rollouts, self.phases = fleet.rollouts, fleet.phases
-        except BaseException:
-            self._exit.close()
+            self.rollouts, self.phases, self._recovery = fleet.rollouts, fleet.phases, fleet.recovery
+        except BaseException as error:
+            self._exit.__exit__(type(error), error, error.__traceback__)
             raise
         return self
 
@@ -87,13 +93,21 @@ class Session:
     ) -> None:
         if error is not None and not isinstance(error, KeyboardInterrupt):
             logger.info("the run failed", exc_info=error)  # to the log alone; the entry point tells the user
-        self._exit.close()
+        self._exit.__exit__(kind, error, trace)
+
+    def _note_end(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        note_end(self._ledger, error, next_step=self._next_step)
 
     def _open_run_folder(self) -> None:
         self.folders.run.mkdir(parents=True, exist_ok=True)
         set_up_logging(self.folders.run, "driver", console_level=logging.WARNING)
-        self.checkpoint = self._find_checkpoint()
-        self.start_step = start_step(self.checkpoint, self.cfg.rollout.start_rollout_id)
+        ledger_path = self.folders.run / "ledger.jsonl"
+        self.checkpoint = checkpoint_to_continue(
+            self.folders.load, self.folders.save, ledger_path, step=self.cfg.checkpoint.ckpt_step
+        )
+        self.start_step = self._next_step = start_step(self.checkpoint, self.cfg.rollout.start_rollout_id)
         if self.num_steps > 0 and self.start_step >= self.num_steps:
             raise CheckpointError(
                 f"nothing to do: the next step is {self.start_step} and --num-rollout is {self.num_steps}; "
@@ -105,16 +119,11 @@ class Session:
         if self.checkpoint is not None:
             self.console.say(f"continuing at step {self.start_step} from {self.checkpoint.path}")
         self._log = self._exit.enter_context(MetricLog(self._sinks()))
-        self._ledger = self._exit.enter_context(Ledger(self.folders.run / "ledger.jsonl"))
-        event = LedgerEvent.STARTED if self.checkpoint is None else LedgerEvent.RESUMED
-        state = self.checkpoint.rollout_state if self.checkpoint is not None else {}
-        self._ledger.write(event, step=self.start_step, rollout_state=state)
-
-    def _find_checkpoint(self) -> Checkpoint | None:
-        checkpoint = find_checkpoint(self.folders.load, self.cfg.checkpoint.ckpt_step)
-        if checkpoint is None and self.folders.load != self.folders.save:
-            raise CheckpointError(f"--load {self.folders.load} holds no checkpoint of rlkit (iter_0000000/...)")
-        return checkpoint
+        self._ledger = self._exit.enter_context(Ledger(ledger_path))
+        self._exit.push(self._note_end)
+        write_start(self._ledger, self.cfg, self.checkpoint, self.start_step)
+        self._save_guard = SaveGuard(self.folders.save, self.checkpoint)
+        self._oversight = Oversight(self.cfg.recovery, self.folders.run, console=self.console, exit_stack=self._exit)
 
     def _sinks(self) -> list[MetricSink]:
         options = self.cfg.logging
@@ -149,27 +158,61 @@ class Session:
         with self._spans(SpanName.TRAIN):
             self._metrics.update(self._actor.train(step, shards))
         self.rollouts.record_trained(step)
+        self._save_guard.note_training(step, self._metrics)
 
     def save_if_due(self, step: int) -> None:
-        """Write a checkpoint after every `--save-interval` steps and after the last one."""
-        if self._actor is None or not is_due(step + 1, self.cfg.checkpoint.save_interval, self.num_steps):
+        """Write a checkpoint after every `--save-interval` steps and after the last one. With `--async-save` it is
+        committed at a later step, when it is complete, or at the next save."""
+        if self._pending is not None:
+            self._note_saved(self._pending.advance())
+        is_asked = self._oversight.stop.is_set
+        is_due_now = is_asked or is_due(step + 1, self.cfg.checkpoint.save_interval, self.num_steps)
+        if self._actor is None or not is_due_now:
             return
-        with self._spans(SpanName.SAVE):
-            staging = staging_dir(self.folders.save, step)
+        self._save_guard.check_space(num_params=self._num_params)
+        if self._pending is not None:
+            with self._spans(SpanName.SAVE):
+                self._note_saved(self._pending.finish())
+        staging = staging_dir(self.folders.save, step)
+        with self._spans(SpanName.SAVE), all_or_nothing(staging):
+            tensors = self._actor.fingerprints()
+            self._save_guard.check_changed(step, tensors)
             (staging / "trainer").mkdir()
             hf = self.cfg.checkpoint.save_hf
             self._actor.save(step, staging / "trainer", Path(hf.format(rollout_id=step)) if hf is not None else None)
             meta = CheckpointMeta(step=step, weight_version=step + 1, world_size=self._actor.world_size)
-            path = commit(staging, meta, self.rollouts.state())
-            self._ledger.write(LedgerEvent.SAVED, step=step, path=str(path))
-            self._ledger.sync()
-            prune(self.folders.save, self.cfg.checkpoint.keep_checkpoints)
+            state = self.rollouts.state()
+            self._pending = PendingSave(self._actor, staging, meta, state, tensors)
+            must_wait = not self.cfg.checkpoint.async_save or is_asked or step + 1 == self.num_steps
+            saved = self._pending.finish() if must_wait else None
+        self._note_saved(saved)
+
+    def _note_saved(self, saved: CommittedSave | None) -> None:
+        """Write down that the pending checkpoint is committed; None where it is not yet."""
+        if saved is None:
+            return
+        self._pending = None
+        write_saved(self._ledger, saved.meta, saved.path, saved.rollout_state)
+        self._saved_step = saved.meta.step
+        prune(self.folders.save, self.cfg.checkpoint.keep_checkpoints, newest=saved.meta.step)
 
     def sync_weights(self, version: int) -> None:
-        """Bring every engine to the trainer's weights."""
-        if self._updater is not None:
+        """Bring every engine to the trainer's weights, where that is due: at the start, every
+        `--update-weights-interval` steps and at the end. Samples carry the version that the engines hold."""
+        if self._recovery is not None:
+            self._recovery.trainer_version = version
+        interval = self.cfg.sync.update_weights_interval
+        if self._updater is None or not (version == self.start_step or is_due(version, interval, self.num_steps)):
+            return
+        self._weight_version = advanced(self._weight_version, version)
+        if self._recovery is not None:
+            self._recovery.restart_before_update()
+        with self._oversight.waits.waiting("engines", f"the update to weights v{version}"):
             report = self._updater.update(version)
-            self._metrics["sync/num_bytes"] = report.num_bytes
+        self._metrics["sync/num_bytes"] = report.num_bytes
+        self._metrics["sync/num_buckets"] = report.num_buckets
+        self._metrics["sync/prepare_s"] = report.prepare_s
+        self._metrics["sync/send_s"] = report.send_s
 
     def evaluate_if_due(self, step: int) -> None:
         """Evaluate the weights that step `step` starts with: before the first step, every `--eval-interval` steps and
@@ -188,13 +231,10 @@ class Session:
         seconds = time.perf_counter() - self._step_began
         self._log.write(step, {**self._metrics, **self._spans.drain(), "time/step_s": seconds})
         self._metrics = {}
+        self._next_step = step + 1
+        self._oversight.stop.stop_at(step + 1, is_saved=self._saved_step == step or self._actor is None)
 
 
 def is_due(count: int, interval: int | None, last: int) -> bool:
     """Whether something happens after `count` steps: every `interval` of them (None: never) and after the last."""
     return count == last or (interval is not None and count % interval == 0)
-
-
-def raise_interrupt(number: int, frame: FrameType | None) -> None:
-    """SIGTERM takes the same way out as Ctrl-C."""
-    raise KeyboardInterrupt(f"signal {number}")

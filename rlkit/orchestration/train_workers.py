@@ -1,8 +1,8 @@
 """Training ranks as Ray actors. `TrainWorker` is a shell around a `Backend`; `TrainGroup` is the driver's handle on
 all of them."""
 
+import logging
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,26 +12,19 @@ from ray import ObjectRef
 
 from rlkit.backends.base import Backend, create_backend
 from rlkit.config.schema import RunConfig
-from rlkit.observability.logs import set_up_logging
+from rlkit.engines.base import free_port
+from rlkit.observability.profiling import RankProfiler
 from rlkit.orchestration.cluster import TRAINER_SHARE, Cluster
 from rlkit.orchestration.layout import Layout
 from rlkit.orchestration.waiting import Waiter
+from rlkit.orchestration.worker_output import claim_output
 from rlkit.sync.base import PushReport, WeightChannel
 from rlkit.sync.factory import create_channel
-from rlkit.sync.group import free_port
 from rlkit.types.batches import Update
+from rlkit.types.fingerprints import merged
 from rlkit.types.ranks import EngineEndpoint, InitReport, MetricSet, RankInfo
 
-
-def claim_output(run_dir: Path, process: str) -> None:
-    """Send this Ray worker's log, standard output and standard error to `<run>/logs/<process>.log`."""
-    path = set_up_logging(run_dir, process)
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
+logger = logging.getLogger(__name__)
 
 
 class TrainWorker:
@@ -41,6 +34,9 @@ class TrainWorker:
         claim_output(run_dir, f"train_rank{rank}")
         self._cfg = cfg
         self._run_dir = run_dir
+        for name in cfg.cluster.train_env_vars:
+            logger.info(f"--train-env-vars: {name}={os.environ.get(name)}")
+        self._profiler = RankProfiler(cfg.profile, run_dir, rank)
         self._backend: Backend = create_backend(cfg)
         self._channel: WeightChannel | None = None
         self._rank: RankInfo | None = None
@@ -56,17 +52,38 @@ class TrainWorker:
     def connect(self, endpoints: Sequence[EngineEndpoint]) -> None:
         """Make the weight channel to the engines."""
         assert self._rank is not None
+        if self._channel is not None:
+            self._channel.close()
         self._channel = create_channel(self._cfg, self._rank, endpoints, run_dir=self._run_dir)
 
     def train(self, step: int, shard: list[Update]) -> MetricSet:
-        return self._backend.train(step, shard)
+        with self._profiler.step(step):
+            return self._backend.train(step, shard)
 
     def push_weights(self, version: int) -> PushReport:
         assert self._channel is not None
         return self._channel.push(self._backend.weights, version)
 
+    def push_weights_to(self, endpoint: EngineEndpoint, version: int) -> PushReport:
+        """To one engine alone, over a channel made for the purpose."""
+        assert self._rank is not None
+        channel = create_channel(self._cfg, self._rank, [endpoint], run_dir=self._run_dir)
+        try:
+            return channel.push(self._backend.weights, version)
+        finally:
+            channel.close()
+
     def save(self, step: int, directory: Path, hf_directory: Path | None) -> None:
         self._backend.save(step, directory, hf_directory=hf_directory)
+
+    def fingerprint(self) -> dict[str, int]:
+        return self._backend.fingerprint()
+
+    def is_save_done(self) -> bool:
+        return self._backend.is_save_done()
+
+    def finish_save(self) -> None:
+        self._backend.finish_save()
 
     def sleep(self) -> None:
         self._backend.sleep()
@@ -86,16 +103,19 @@ class TrainGroup:
         self._cluster = cluster
         self._layout = layout
         self.world_size = len(layout.rank_slots)
+        self._context_size = cfg.train.context_parallel_size
         self._num_threads = cluster.threads_per_slot(compute_slots(cfg, layout))
         self._workers: list[Any] = [
             RemoteTrainWorker.options(
-                **cluster.actor_options(slot, share=TRAINER_SHARE, num_threads=self._num_threads)
+                **cluster.actor_options(
+                    slot, share=TRAINER_SHARE, num_threads=self._num_threads, env_vars=cfg.cluster.train_env_vars
+                )
             ).remote(cfg, run_dir, rank)
             for rank, slot in enumerate(layout.rank_slots)
         ]
 
-    def _gather_ranks(self, refs: Sequence[ObjectRef]) -> list[Any]:
-        return self._waiter.gather(refs, who="training rank")
+    def _gather_ranks(self, refs: Sequence[ObjectRef], doing: str | None = None) -> list[Any]:
+        return self._waiter.gather(refs, who="training rank", doing=doing)
 
     def start_init(self, resume_from: Path | None) -> list[ObjectRef]:
         """Begin loading on every rank, so that engines can start meanwhile."""
@@ -112,6 +132,7 @@ class TrainGroup:
                     master_port=port,
                     device="cuda" if self._cluster.device == "cuda" else "cpu",
                     num_threads=self._num_threads,
+                    context_parallel_size=self._context_size,
                 ),
                 resume_from,
             )
@@ -122,15 +143,34 @@ class TrainGroup:
         self._gather_ranks([worker.connect.remote(endpoints) for worker in self._workers])
 
     def train(self, step: int, shards: Sequence[ObjectRef]) -> MetricSet:
-        """`shards[rank]` refers to that rank's list of updates; only the rank itself fetches it."""
-        pairs = zip(self._workers, shards, strict=True)
-        return self._gather_ranks([worker.train.remote(step, shard) for worker, shard in pairs])[0]
+        """`shards[d]` refers to the list of updates of data rank d; only the ranks themselves fetch it."""
+        assert len(shards) * self._context_size == self.world_size
+        calls = [
+            worker.train.remote(step, shards[rank // self._context_size]) for rank, worker in enumerate(self._workers)
+        ]
+        return self._gather_ranks(calls, f"training step {step}")[0]
 
     def push_weights(self, version: int) -> PushReport:
-        return self._gather_ranks([worker.push_weights.remote(version) for worker in self._workers])[0]
+        pushes = [worker.push_weights.remote(version) for worker in self._workers]
+        return self._gather_ranks(pushes, f"sending weights v{version} to the engines")[0]
+
+    def push_weights_to(self, endpoint: EngineEndpoint, version: int) -> PushReport:
+        pushes = [worker.push_weights_to.remote(endpoint, version) for worker in self._workers]
+        return self._gather_ranks(pushes, f"sending weights v{version} to engine {endpoint.index}")[0]
 
     def save(self, step: int, directory: Path, hf_directory: Path | None) -> None:
         self._gather_ranks([worker.save.remote(step, directory, hf_directory) for worker in self._workers])
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of weights and optimizer state as the ranks hold them, by name in a checkpoint."""
+        return merged(self._gather_ranks([worker.fingerprint.remote() for worker in self._workers]))
+
+    def is_save_done(self) -> bool:
+        """Whether every rank has written the last checkpoint."""
+        return all(self._gather_ranks([worker.is_save_done.remote() for worker in self._workers]))
+
+    def finish_save(self) -> None:
+        self._gather_ranks([worker.finish_save.remote() for worker in self._workers])
 
     def sleep(self) -> None:
         self._gather_ranks([worker.sleep.remote() for worker in self._workers])

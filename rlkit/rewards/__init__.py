@@ -16,7 +16,8 @@ def grade(rm_type: str, response: object, label: object, metadata: dict[str, obj
     """Reward of one response by a built-in grader, between 0.0 and 1.0; `docs/rewards.md` says what each looks at.
 
     `metadata["rm_type"]`, if present, takes the place of `rm_type`. A response or label that makes no sense scores 0.0;
-    only an unknown grader (the message names the nearest) or a missing math-verify raises, RewardError. Deterministic.
+    only an unknown grader (the message names the nearest), one that only runs have (`remote_rm`, `code`), a row of
+    `ifbench` that cannot be checked, or a missing math-verify raises, RewardError. Deterministic.
     May be called from any thread and returns within ten seconds, nearly always within microseconds: computer algebra
     runs in processes of its own that are started when first needed and killed at a time limit.
     """

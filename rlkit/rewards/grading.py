@@ -8,16 +8,21 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlkit.config.reward_names import BOXED_PREFIX, REWARD_NAMES
+from rlkit.config.reward_names import BOXED_PREFIX, REWARD_NAMES, RUN_GRADERS
 from rlkit.rewards.choices import grade_choice
 from rlkit.rewards.equivalence import answers_equal
 from rlkit.rewards.extract import after_thinking, answer_line, has_box, has_closed_thinking, label_answer, last_box
+from rlkit.rewards.instructions import UnknownInstructionError, follows_all
 from rlkit.rewards.labels import label_texts, response_text
 from rlkit.rewards.texts import grade_exact, grade_f1, grade_random
 from rlkit.rewards.watch import MarkerWatch
 from rlkit.types.errors import RewardError
 
 _RESPONSE_HEADING = "###Response"
+
+
+class UnscorableError(RewardError):
+    """One row cannot be graded, whatever the response is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,10 +56,17 @@ def assess(
     rm_type = resolve_rm_type(rm_type, metadata)
     in_box = rm_type.startswith(BOXED_PREFIX)
     name = rm_type.removeprefix(BOXED_PREFIX)
+    if name in RUN_GRADERS:
+        raise RewardError(f"rm_type {name} waits for a server or a process; only the graders of a run have it")
     full_text = response_text(response)
     text = after_thinking(full_text)
     if name == "random":
         return grade_random(full_text, label)
+    if name == "ifbench":
+        try:
+            return float(follows_all(text, metadata))
+        except UnknownInstructionError as error:
+            raise UnscorableError(str(error)) from error
     if name == "gpqa":
         return grade_choice(text, label, metadata, box_only=in_box)
     if name == "deepscaler" and not _finished_thinking(rm_type, full_text, watch):

@@ -10,18 +10,20 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlkit.config.schema import RewardConfig
 from rlkit.rewards.algebra import WALL_LIMIT_S, VerdictMemory, algebra_setup
-from rlkit.rewards.grading import AlgebraNeeded, assess
+from rlkit.rewards.grading import AlgebraNeeded, UnscorableError, assess, resolve_rm_type
 from rlkit.rewards.process import GraderProcess, WorkerLostError
+from rlkit.rewards.remote import RemoteError, RemoteGrader
+from rlkit.rewards.sandbox import Limits, NoTestsError, extract_program, passes, read_tests
 from rlkit.rewards.watch import MarkerWatch
 from rlkit.rewards.wire import Reply, UnsendableError, WorkerSetup
 from rlkit.types.errors import ConfigError, RewardError
-from rlkit.types.samples import Sample
+from rlkit.types.samples import Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,10 @@ class GraderPool:
         self._is_async = False
         self._is_closed = False
         self._num_logged_errors = 0
+        self._programs = asyncio.Semaphore(cfg.rm_num_workers)
+        self._remote: RemoteGrader | None = None
+        if cfg.rm_url is not None:
+            self._remote = RemoteGrader(cfg.rm_url, timeout_s=cfg.rm_timeout_s, max_retries=cfg.rm_max_retries)
 
     async def start(self) -> None:
         """Make sure that the custom function can be used: ConfigError, with its path and the remedy, when it cannot.
@@ -95,7 +101,7 @@ class GraderPool:
         if self._cfg.custom_rm_path is not None:
             await self._start_processes()
 
-    async def grade(self, sample: Sample, *, evaluation: bool = False) -> GradeResult:
+    async def grade(self, sample: Sample, *, prompt: Prompt | None = None, evaluation: bool = False) -> GradeResult:
         """Reward of one finished sample; the sample itself is not changed.
 
         Raises RewardError only for what is wrong for every sample: an unknown grader, a missing `--reward-key`.
@@ -103,20 +109,46 @@ class GraderPool:
         started = time.monotonic()
         detail: dict[str, Any] | None = None
         try:
-            if self._cfg.custom_rm_path is not None:
-                value = await self._ask_custom(sample)
+            if self._cfg.custom_rm_path is None:
+                value = await self._grade_built_in(sample, prompt)
+            elif self._cfg.group_rm:
+                (value,) = await self._ask_group([sample])
             else:
-                value = await self._grade_built_in(sample)
+                value = await self._ask_custom(sample.response, sample)
             detail = value if isinstance(value, dict) else None
             reward = self._scalar(value, evaluation=evaluation)
         except _UnscoredError as error:
-            self._counts[error.reason] += 1
-            self._report(sample, error)
-            return GradeResult(
-                reward=None, detail=detail, seconds=time.monotonic() - started, error=f"{error.reason}: {error}"
-            )
+            return self._unscored(sample, error, detail, started)
         self._counts["graded"] += 1
         return GradeResult(reward=reward, detail=detail, seconds=time.monotonic() - started)
+
+    async def grade_group(self, samples: Sequence[Sample], prompt: Prompt) -> list[GradeResult]:
+        """Rewards of all finished samples of one prompt, by one call of the function of `--custom-rm-path`."""
+        started = time.monotonic()
+        try:
+            values = await self._ask_group(samples)
+        except _UnscoredError as error:
+            return [self._unscored(sample, error, None, started) for sample in samples]
+        results: list[GradeResult] = []
+        for sample, value in zip(samples, values, strict=True):
+            detail = value if isinstance(value, dict) else None
+            try:
+                reward = self._scalar(value, evaluation=False)
+            except _UnscoredError as error:
+                results.append(self._unscored(sample, error, detail, started))
+                continue
+            self._counts["graded"] += 1
+            results.append(GradeResult(reward=reward, detail=detail, seconds=time.monotonic() - started))
+        return results
+
+    def _unscored(
+        self, sample: Sample, error: _UnscoredError, detail: dict[str, Any] | None, started: float
+    ) -> GradeResult:
+        self._counts[error.reason] += 1
+        self._report(sample, error)
+        return GradeResult(
+            reward=None, detail=detail, seconds=time.monotonic() - started, error=f"{error.reason}: {error}"
+        )
 
     def counters(self) -> dict[str, int]:
         """Since the start: `graded`, each of UNSCORED_REASONS, `algebra_limit` and `processes_replaced`.
@@ -131,10 +163,24 @@ class GraderPool:
         for process in self._processes:
             process.close()
 
-    async def _grade_built_in(self, sample: Sample) -> float:
+    async def aclose(self) -> None:
+        """The same, and the connections to a reward server."""
+        self.close()
+        if self._remote is not None:
+            await self._remote.close()
+
+    async def _grade_built_in(self, sample: Sample, prompt: Prompt | None) -> Any:
+        name = resolve_rm_type(self._cfg.rm_type, sample.metadata)
+        if name == "remote_rm":
+            return await self._ask_remote(sample, prompt)
+        if name == "code":
+            return await self._run_code(sample)
         arguments = (self._cfg.rm_type, sample.response, sample.label, sample.metadata, self._watch)
         is_long = len(sample.response) > _LONG_TEXT_CHARS
-        verdict = await asyncio.to_thread(assess, *arguments) if is_long else assess(*arguments)
+        try:
+            verdict = await asyncio.to_thread(assess, *arguments) if is_long else assess(*arguments)
+        except UnscorableError as error:
+            raise _UnscoredError("error", str(error)) from error
         if not isinstance(verdict, AlgebraNeeded):
             return verdict
         for pair in verdict.pairs:
@@ -158,9 +204,47 @@ class GraderPool:
         self._memory.put(pair, verdict)
         return verdict
 
-    async def _ask_custom(self, sample: Sample) -> Any:
+    async def _ask_remote(self, sample: Sample, prompt: Prompt | None) -> Any:
+        if self._remote is None:
+            raise RewardError("rm_type remote_rm asks a reward server; set --rm-url to its address")
         try:
-            reply = await self._call(sample.response, sample.label, sample.metadata)
+            return await self._remote.grade(
+                {
+                    "prompt": prompt.text if prompt is not None else "",
+                    "response": sample.response,
+                    "label": sample.label,
+                    "metadata": sample.metadata,
+                }
+            )
+        except RemoteError as error:
+            raise _UnscoredError("timeout" if error.is_timeout else "error", str(error)) from error
+
+    async def _run_code(self, sample: Sample) -> float:
+        try:
+            tests = read_tests(sample.label, sample.metadata)
+        except NoTestsError as error:
+            raise _UnscoredError("error", str(error)) from error
+        program = extract_program(sample.response)
+        self._watch.note("code", "a fenced Python block", found=program is not None)
+        if program is None:
+            return 0.0
+        limits = Limits(wall_s=self._cfg.rm_timeout_s, memory_bytes=self._cfg.rm_code_memory_bytes)
+        async with self._programs:
+            return float(await asyncio.to_thread(passes, program, tests, limits))
+
+    async def _ask_group(self, samples: Sequence[Sample]) -> list[Any]:
+        """One value a sample, by one call: label and metadata are the prompt's, the same for all."""
+        values = await self._ask_custom([sample.response for sample in samples], samples[0])
+        if not isinstance(values, list) or len(values) != len(samples):
+            raise RewardError(
+                f"--custom-rm-path {self._cfg.custom_rm_path} with --group-rm got {len(samples)} responses and must "
+                f"return a list of as many rewards; it returned {str(values)[:200]}"
+            )
+        return values
+
+    async def _ask_custom(self, responses: str | list[str], sample: Sample) -> Any:
+        try:
+            reply = await self._call(responses, sample.label, sample.metadata)
         except UnsendableError as error:
             raise _UnscoredError("error", f"label or metadata cannot be sent to a grader process: {error}") from error
         if reply.error is not None:
@@ -252,9 +336,11 @@ class GraderPool:
         if value is None:
             raise _UnscoredError("none", "the reward function returned None")
         if not isinstance(value, bool | int | float):
+            source = f"--custom-rm-path {self._cfg.custom_rm_path}"
+            if self._cfg.custom_rm_path is None:
+                source = f"the reward server {self._cfg.rm_url}"
             raise RewardError(
-                f"--custom-rm-path {self._cfg.custom_rm_path} returned {value!r} of type {type(value).__name__}; "
-                "return a number, a dict or None"
+                f"{source} returned {value!r} of type {type(value).__name__}; return a number, a dict or None"
             )
         if not math.isfinite(value):
             raise _UnscoredError("not_finite", f"the reward is {value}")

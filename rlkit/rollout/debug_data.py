@@ -52,7 +52,10 @@ def load_rollout(path: Path) -> tuple[int, list[SampleGroup]]:
         head = _parse(path, 1, next(lines, b""))
         if head.get("format") != _FORMAT or head.get("version") != _VERSION:
             raise DataError(f"{path}: not a rollout of format {_FORMAT} version {_VERSION}: {str(head)[:200]}")
-        groups = [_group(path, number, _parse(path, number, line)) for number, line in enumerate(lines, start=2)]
+        groups = [
+            group_from_fields(_parse(path, number, line), f"{path}:{number}")
+            for number, line in enumerate(lines, start=2)
+        ]
     if len(groups) != head["num_groups"]:
         raise DataError(
             f"{path}: {len(groups)} groups, but the head line says {head['num_groups']}; the file is cut off"
@@ -67,14 +70,15 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
         raise DataError(f"{path}:{number}: not JSON: {error}") from error
 
 
-def _group(path: Path, number: int, fields: dict[str, Any]) -> SampleGroup:
+def group_from_fields(fields: dict[str, Any], place: str) -> SampleGroup:
+    """A group out of what `dataclasses.asdict` made of it; a DataError names `place`."""
     try:
         samples = [Sample(**{**sample, "status": SampleStatus(sample["status"])}) for sample in fields["samples"]]
         group = SampleGroup(group_id=fields["group_id"], prompt=Prompt(**fields["prompt"]), samples=samples)
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path}:{number}: not a sample group: {error!r}") from error
+        raise DataError(f"{place}: not a sample group: {error!r}") from error
     for sample in group.samples:
-        _check_lengths(sample, f"{path}:{number}")
+        _check_lengths(sample, place)
     return group
 
 

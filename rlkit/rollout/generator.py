@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from rlkit.engines.client import EngineClient
-from rlkit.types.errors import EngineError
+from rlkit.types.errors import EngineError, EngineUnavailable
 from rlkit.types.generation import FinishReason, GenerateRequest, Generation, SamplingParams
 from rlkit.types.samples import Sample, SampleStatus
 
@@ -24,6 +24,7 @@ MAX_ATTEMPTS = 5
 """Requests sent for one turn of a sample, before it counts as FAILED."""
 FIRST_BACKOFF_S = 0.5
 """Pause before the second attempt; it doubles with each further one: 7.5 s in all."""
+LONGEST_BACKOFF_S = 4.0
 REPEAT_ABORT_S = 1.0
 """An abort is repeated at this pace: a request that was on its way to an engine slips through the first one."""
 
@@ -57,7 +58,7 @@ def append_generation(sample: Sample, generation: Generation, *, mask_previous: 
     `mask_previous` takes the tokens of earlier turns, which older weights sampled, out of the loss. An EngineError if
     ids and log-probs differ in number or a log-prob is not finite.
     """
-    num_new = len(generation.output_ids)
+    num_new, num_before = len(generation.output_ids), sample.response_length
     if len(generation.logprobs) != num_new:
         raise EngineError(
             f"request {generation.rid}: {num_new} output ids but {len(generation.logprobs)} log-probs; the "
@@ -73,8 +74,10 @@ def append_generation(sample: Sample, generation: Generation, *, mask_previous: 
     sample.rollout_logprobs.extend(generation.logprobs)
     sample.loss_mask.extend([1] * num_new)
     sample.response += generation.text
-    if not sample.weight_versions or sample.weight_versions[-1] != generation.weight_version:
-        sample.weight_versions.append(generation.weight_version)
+    for version, first in generation.version_starts or ((generation.weight_version, 0),):
+        if not sample.weight_versions or sample.weight_versions[-1] != version:
+            sample.weight_versions.append(version)
+            sample.version_starts.append(num_before + first)
     assert generation.finish_reason is not None, "a partial stream event is not an answer"
     sample.status = _STATUS[generation.finish_reason]
 
@@ -108,11 +111,16 @@ class Generator:
         max_context_len: int | None,
         timeout_s: float,
         run_tag: str,
+        patience_s: float = 0.0,
+        follows_versions: bool = False,
     ) -> None:
         """`concurrency` bounds the requests in flight over all engines. `timeout_s` is the router client's limit for
         one request.
 
         `run_tag` begins every request id: different for every process that talks to these engines.
+        `patience_s`: how long a request is issued again and again while no engine can take it, because a dead one is
+        being restarted. `follows_versions`: updates do not end requests, so each answer is streamed and every stretch
+        of it stamped with the weights that it comes from.
         """
         self._router = router
         self._engines = list(engines)
@@ -120,6 +128,8 @@ class Generator:
         self._max_context_len = max_context_len
         self._timeout_s = timeout_s
         self._run_tag = run_tag
+        self._patience_s = patience_s
+        self._follows_versions = follows_versions
         self._is_aborting = False
         self._num_requests = 0
 
@@ -134,10 +144,10 @@ class Generator:
             sample.status = SampleStatus.TRUNCATED
             return Outcome()
         turn = replace(sampling, max_new_tokens=budget)
-        error: EngineError | None = None
-        for attempt in range(MAX_ATTEMPTS):
+        attempt, first_failed = 0, time.monotonic()
+        while True:
             if attempt:
-                await asyncio.sleep(FIRST_BACKOFF_S * 2 ** (attempt - 1))
+                await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (attempt - 1), LONGEST_BACKOFF_S))
             async with self._slots:
                 if self._is_aborting:
                     sample.status = SampleStatus.ABORTED
@@ -151,12 +161,17 @@ class Generator:
                 except asyncio.CancelledError:
                     sample.status = SampleStatus.ABORTED
                     raise
-            logger.info(f"sample {sample.group_id}/{sample.index}, attempt {attempt + 1} of {MAX_ATTEMPTS}: {error}")
+            if attempt == 0:
+                first_failed = time.monotonic()
+            attempt += 1
+            logger.info(f"sample {sample.group_id}/{sample.index}, attempt {attempt} (of {MAX_ATTEMPTS}): {error}")
             if self._is_aborting:
                 sample.status = SampleStatus.ABORTED
-                return Outcome(num_reissued=attempt)
-        sample.status = SampleStatus.FAILED
-        return Outcome(num_reissued=MAX_ATTEMPTS - 1, error=str(error))
+                return Outcome(num_reissued=attempt - 1)
+            waits = isinstance(error, EngineUnavailable) and time.monotonic() - first_failed < self._patience_s
+            if attempt >= MAX_ATTEMPTS and not waits:
+                sample.status = SampleStatus.FAILED
+                return Outcome(num_reissued=attempt - 1, error=str(error))
 
     async def _request(self, sample: Sample, sampling: SamplingParams) -> Generation:
         self._num_requests += 1
@@ -164,11 +179,33 @@ class Generator:
         request = GenerateRequest(rid=rid, input_ids=sample.tokens, sampling=sampling, seed=sample.seed)
         started = time.monotonic()
         try:
-            return await self._router.generate(request)
+            return await (self._stream(request) if self._follows_versions else self._router.generate(request))
         except EngineError:
             if time.monotonic() - started > 0.9 * self._timeout_s:  # the router has the same limit and may be first
                 await abort_engines(self._engines, rid)  # it may still be running, and its copy is about to start
             raise
+
+    async def _stream(self, request: GenerateRequest) -> Generation:
+        """The whole answer, with the weight version of each chunk as it came: an engine stamps an answer with the
+        version at its end only."""
+        starts: list[tuple[int, int]] = []
+        length = 0
+        answer: Generation | None = None
+        async for answer in self._router.stream(request):
+            if len(answer.output_ids) > length:
+                if not starts or starts[-1][0] != answer.weight_version:
+                    starts.append((answer.weight_version, length))
+                length = len(answer.output_ids)
+        assert answer is not None, "a stream without an event is an EngineError"
+        return replace(answer, version_starts=tuple(starts))
+
+    def room(self, sample: Sample, sampling: SamplingParams) -> int:
+        """Tokens that the sample may still grow by."""
+        return remaining_tokens(sample, max_response_len=sampling.max_new_tokens, max_context_len=self._max_context_len)
+
+    def set_engines(self, engines: Sequence[EngineClient]) -> None:
+        """Whom aborts go to from now on."""
+        self._engines = list(engines)
 
     async def abort(self, pending: Collection[asyncio.Task], *, grace_s: float) -> None:
         """Stop all generation and wait for the `pending` tasks; new requests are held back meanwhile.

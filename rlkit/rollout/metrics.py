@@ -6,12 +6,21 @@ from collections.abc import Sequence
 from rlkit.types.ranks import MetricSet
 from rlkit.types.samples import Sample, SampleGroup, SampleStatus
 
+DROP_METRIC = "rollout/dynamic_filter/drop_"
+"""In front of the reason for which a dynamic sampling filter dropped groups."""
+IS_CORRECT = 1.0
+"""pass@k counts a sample as right from this reward on."""
 EQUAL_REWARDS = 1e-6
 """Rewards of a group that differ by no more than this count as equal."""
 
 
 def rollout_metrics(
-    groups: Sequence[SampleGroup], *, seconds: float, num_reissued: int = 0, has_rewards: bool = True
+    groups: Sequence[SampleGroup],
+    *,
+    seconds: float,
+    num_reissued: int = 0,
+    has_rewards: bool = True,
+    log_passrate: bool = False,
 ) -> MetricSet:
     """`rollout/...` of one step. Without rewards (SFT) lengths only.
 
@@ -34,6 +43,8 @@ def rollout_metrics(
     scored = [rewards for group in groups if (rewards := scored_rewards(group))]
     if scored:
         metrics["rollout/zero_variance_share"] = sum(map(is_zero_variance, scored)) / len(scored)
+        if log_passrate:
+            metrics |= pass_rates("rollout", scored)
     if seconds > 0 and finished:
         metrics["rollout/tokens_per_s"] = sum(s.response_length for s in finished) / seconds
     return metrics
@@ -69,6 +80,54 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """
     assert 0 < k <= num_samples and 0 <= num_correct <= num_samples, (num_samples, num_correct, k)
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def pass_rates(prefix: str, rewards: Sequence[Sequence[float]]) -> MetricSet:
+    """`<prefix>/pass@k` for powers of two, over prompts with at least k scored samples; empty where none has two."""
+    metrics: MetricSet = {}
+    largest, k = max(map(len, rewards), default=0), 1
+    while largest > 1 and k <= largest:
+        estimates = [
+            pass_at_k(len(group), sum(reward >= IS_CORRECT for reward in group), k)
+            for group in rewards
+            if len(group) >= k
+        ]
+        metrics[f"{prefix}/pass@{k}"] = sum(estimates) / len(estimates)
+        k *= 2
+    return metrics
+
+
+def eval_table(metrics: MetricSet) -> str:
+    """The `eval/...` metrics for a person: a line for each set, and one for each of its categories."""
+    names = [name.removeprefix("eval/") for name in metrics if name.startswith("eval/") and name.count("/") == 1]
+    if not names:
+        return ""
+    rows = [("evaluation", "score", "pass", "samples", "unscored", "length", "cut")]
+    for name in names:
+        prefix = f"eval/{name}"
+        rates = [key for key in metrics if key.startswith(f"{prefix}/pass@")]
+        best = max(rates, key=lambda key: int(key.rpartition("@")[2]), default=None)
+        rows.append(
+            (
+                name,
+                f"{metrics[prefix]:.3f}",
+                f"{metrics[best]:.3f} @{best.rpartition('@')[2]}" if best is not None else "",
+                f"{metrics[f'{prefix}/num_samples']:g}",
+                f"{metrics[f'{prefix}/unscored']:g}",
+                f"{metrics.get(f'{prefix}/response_length', 0.0):.1f}",
+                f"{metrics.get(f'{prefix}/truncated_ratio', 0.0):.1%}",
+            )
+        )
+        categories = sorted(key for key in metrics if key.startswith(f"{prefix}/by/"))
+        rows += [(f"  {key.removeprefix(f'{prefix}/by/')}", f"{metrics[key]:.3f}", *[""] * 5) for key in categories]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
 
 
 def _spread(values: Sequence[float], *, std: bool = False) -> MetricSet:

@@ -7,13 +7,12 @@ import json
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
+from rlkit.config.eval_sets import EvalSet
 from rlkit.config.schema import RunConfig
 from rlkit.types.errors import ConfigError
 from rlkit.types.generation import SamplingParams
 
-T = TypeVar("T")
 _SCALED_BY_FACTOR = ("linear", "dynamic", "yarn")
 """RoPE scalings whose `max_position_embeddings` is the length before scaling, unless the original is stated beside."""
 
@@ -28,19 +27,25 @@ def rollout_sampling(cfg: RunConfig, eos_ids: Collection[int]) -> SamplingParams
         max_new_tokens=rollout.rollout_max_response_len,
         stop=rollout.rollout_stop,
         stop_token_ids=tuple(sorted({*eos_ids, *rollout.rollout_stop_token_ids})),
+        ignore_eos=rollout.rollout_ignore_eos,
         skip_special_tokens=rollout.rollout_skip_special_tokens,
     )
 
 
-def eval_sampling(cfg: RunConfig, eos_ids: Collection[int]) -> SamplingParams:
-    """The same with the `--eval-*` overrides; temperature 0 is greedy."""
-    rollout, overrides = cfg.rollout, cfg.evaluation
+def eval_sampling(cfg: RunConfig, eos_ids: Collection[int], item: EvalSet) -> SamplingParams:
+    """What one evaluation set sends; temperature 0 is greedy."""
     return replace(
         rollout_sampling(cfg, eos_ids),
-        temperature=_first(overrides.eval_temperature, rollout.rollout_temperature),
-        top_p=_first(overrides.eval_top_p, rollout.rollout_top_p),
-        top_k=_first(overrides.eval_top_k, rollout.rollout_top_k),
-        max_new_tokens=_first(overrides.eval_max_response_len, rollout.rollout_max_response_len),
+        ignore_eos=False,
+        temperature=item.temperature,
+        top_p=item.top_p,
+        top_k=item.top_k,
+        max_new_tokens=item.max_response_len,
+        min_new_tokens=item.min_new_tokens,
+        repetition_penalty=item.repetition_penalty,
+        stop=item.stop,
+        stop_token_ids=tuple(sorted({*eos_ids, *item.stop_token_ids})),
+        skip_special_tokens=item.skip_special_tokens,
     )
 
 
@@ -72,7 +77,3 @@ def _model_limit(config_path: Path) -> int | None:
     if kind in _SCALED_BY_FACTOR and "original_max_position_embeddings" not in scaling:
         return int(limit * scaling.get("factor", 1))
     return limit
-
-
-def _first(override: T | None, default: T) -> T:
-    return default if override is None else override

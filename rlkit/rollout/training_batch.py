@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rlkit.algo.advantages import estimate_advantages
-from rlkit.algo.batching import build_updates, is_trained_on
+from rlkit.algo.batching import build_updates, is_trained_on, rollout_of
+from rlkit.algo.overlong import overlong_penalty
 from rlkit.config.schema import RunConfig
 from rlkit.rollout.collect import Collected
 from rlkit.types.batches import Update
 from rlkit.types.errors import DataError, EngineError, RewardError
+from rlkit.types.ranks import MetricSet
 from rlkit.types.samples import Sample, SampleGroup, SampleStatus
 
 _EXCERPT = 300
@@ -24,11 +26,14 @@ def build_shards(cfg: RunConfig, groups: Sequence[SampleGroup], dp: int) -> list
     if cfg.is_sft:
         advantages = [1.0] * len(samples)
     else:
+        estimator = cfg.algo.advantage_estimator
+        assert estimator != "ppo", "a rule refuses it: there is no critic"
         advantages = estimate_advantages(
-            [sample.reward if sample.status.is_trainable else None for sample in samples],
+            [shaped_reward(cfg, sample) for sample in samples],
             [sample.group_id for sample in samples],
-            estimator=cfg.algo.advantage_estimator,
+            estimator=estimator,
             divide_by_std=not cfg.algo.disable_grpo_std_normalization,
+            rollouts=[rollout_of(sample) for sample in samples],
         )
     return build_updates(
         samples,
@@ -36,9 +41,38 @@ def build_shards(cfg: RunConfig, groups: Sequence[SampleGroup], dp: int) -> list
         dp=dp,
         batch_size=cfg.batch_size,
         max_tokens=cfg.train.max_tokens_per_gpu,
+        cp=cfg.train.context_parallel_size,
         per_token_loss=cfg.algo.calculate_per_token_loss,
+        constant_length=cfg.algo.loss_constant_length,
         with_rollout_logprobs=not cfg.is_sft,
         require_reward=not cfg.is_sft,
+    )
+
+
+def shaped_reward(cfg: RunConfig, sample: Sample) -> float | None:
+    """The reward that is trained on: the grader's, less the punishment for an overlong response. None: not scored."""
+    if sample.reward is None or not sample.status.is_trainable:
+        return None
+    return sample.reward + _overlong_penalty(cfg, sample)
+
+
+def shaping_metrics(cfg: RunConfig, groups: Sequence[SampleGroup]) -> MetricSet:
+    """What shaping adds to the reported rewards, as a mean over scored samples; empty where nothing is shaped."""
+    if cfg.is_sft or cfg.algo.overlong_buffer_len is None:
+        return {}
+    penalties = [_overlong_penalty(cfg, s) for s in flatten(groups) if shaped_reward(cfg, s) is not None]
+    return {"rollout/overlong_penalty": sum(penalties) / len(penalties)} if penalties else {}
+
+
+def _overlong_penalty(cfg: RunConfig, sample: Sample) -> float:
+    buffer = cfg.algo.overlong_buffer_len
+    if buffer is None:
+        return 0.0
+    return overlong_penalty(
+        sample.response_length,
+        max_length=cfg.rollout.rollout_max_response_len,
+        buffer_length=buffer,
+        factor=cfg.algo.overlong_penalty_factor,
     )
 
 
@@ -64,6 +98,20 @@ def groups_by_rank(groups: Sequence[SampleGroup], shards: Sequence[Sequence[Upda
         )
         for updates in shards
     ]
+
+
+def num_planned_samples(shards: Sequence[Sequence[Update]]) -> int:
+    """Distinct samples over all ranks and optimizer steps; padding is not one."""
+    return len(
+        {
+            sample
+            for updates in shards
+            for update in updates
+            for batch in update.micro_batches
+            for sample in batch.sample_ids_S.tolist()
+            if sample >= 0
+        }
+    )
 
 
 def untrained_reason(sample: Sample, *, require_reward: bool) -> str | None:

@@ -33,6 +33,7 @@ class DiskChannel:
     ) -> None:
         self._rank = rank
         self._directory = directory
+        self._has_made_directory = False
         self._model_dir = model_dir
         self._max_bytes = max_bytes
         self._with_checksums = with_checksums
@@ -45,7 +46,10 @@ class DiskChannel:
                 source, lambda _: None, version=version, max_bytes=self._max_bytes, with_checksums=False
             )
         shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(parents=True)
+        if not self._directory.exists():
+            self._directory.mkdir(parents=True)
+            self._has_made_directory = True
+        target.mkdir()
         file_of: dict[str, str] = {}
 
         def write(bucket: WeightBucket) -> None:
@@ -70,4 +74,6 @@ class DiskChannel:
         shutil.rmtree(target)
 
     def close(self) -> None:
+        if self._has_made_directory and not any(self._directory.iterdir()):
+            self._directory.rmdir()
         self._calls.close()

@@ -5,20 +5,44 @@ from pathlib import Path
 from typing import assert_never
 
 from rlkit.config.schema import RunConfig
+from rlkit.engines.base import engine_kind
 from rlkit.sync.base import WeightChannel
+from rlkit.sync.disk import DiskChannel
+from rlkit.sync.reload_check import ReloadCheck
+from rlkit.sync.scheduled_check import ChecksumPass, ScheduledCheck
 from rlkit.types.ranks import EngineEndpoint, RankInfo
 
 
 def create_channel(
     cfg: RunConfig, rank: RankInfo, endpoints: Sequence[EngineEndpoint], *, run_dir: Path
 ) -> WeightChannel:
-    """The channel that `--update-weight-transport` names; `auto` is `ipc` when colocated and `nccl` when split."""
+    """The channel that `--update-weight-transport` names; `auto` is `ipc` when colocated and `nccl` when split.
+
+    With `--check-weight-update-equal` the embedded engine is compared by SHA-256 of each tensor, SGLang by
+    `reload_check.py`; with `--check-weight-update-interval` not at every push.
+    """
+    interval = cfg.sync.check_weight_update_interval
+    check = cfg.sync.check_weight_update_equal
+    compares_names = engine_kind(cfg, rank.device) == "embedded"
+    channel = _plain_channel(cfg, rank, endpoints, run_dir=run_dir, with_checksums=check and compares_names)
+    if (not check and interval is None) or (check and compares_names):
+        return channel
+    if compares_names:
+        checked = ChecksumPass(channel, max_bytes=cfg.sync.update_weight_buffer_size, is_main=rank.is_main)
+    else:
+        disk = _disk_channel(cfg, rank, endpoints, directory=run_dir / "weights_check", with_checksums=False)
+        checked = ReloadCheck(channel, disk, rank, endpoints, timeout_s=cfg.engine.engine_timeout_s)
+    return checked if check or interval is None else ScheduledCheck(channel, checked, interval=interval)
+
+
+def _plain_channel(
+    cfg: RunConfig, rank: RankInfo, endpoints: Sequence[EngineEndpoint], *, run_dir: Path, with_checksums: bool
+) -> WeightChannel:
     transport = cfg.sync.update_weight_transport
     if transport == "auto":
         transport = "ipc" if cfg.cluster.colocate else "nccl"
     max_bytes = cfg.sync.update_weight_buffer_size
     timeout_s = cfg.engine.engine_timeout_s
-    with_checksums = cfg.sync.check_weight_update_equal
     match transport:
         case "ipc":
             from rlkit.sync.ipc import IpcChannel
@@ -31,17 +55,22 @@ def create_channel(
                 rank, endpoints, max_bytes=max_bytes, timeout_s=timeout_s, with_checksums=with_checksums
             )
         case "disk":
-            from rlkit.sync.disk import DiskChannel
-
-            directory = cfg.sync.update_weight_disk_dir
-            return DiskChannel(
-                rank,
-                endpoints,
-                directory=Path(directory) if directory is not None else run_dir / "weights",
-                model_dir=Path(cfg.model.hf_checkpoint),
-                max_bytes=max_bytes,
-                timeout_s=timeout_s,
-                with_checksums=with_checksums,
-            )
+            folder = cfg.sync.update_weight_disk_dir
+            directory = Path(folder) if folder is not None else run_dir / "weights"
+            return _disk_channel(cfg, rank, endpoints, directory=directory, with_checksums=with_checksums)
         case _:
             assert_never(transport)
+
+
+def _disk_channel(
+    cfg: RunConfig, rank: RankInfo, endpoints: Sequence[EngineEndpoint], *, directory: Path, with_checksums: bool
+) -> DiskChannel:
+    return DiskChannel(
+        rank,
+        endpoints,
+        directory=directory,
+        model_dir=Path(cfg.model.hf_checkpoint),
+        max_bytes=cfg.sync.update_weight_buffer_size,
+        timeout_s=cfg.engine.engine_timeout_s,
+        with_checksums=with_checksums,
+    )

@@ -4,18 +4,21 @@ on a CPU).
 The names and shapes of a bucket go by HTTP first; the engine then waits in the broadcast that rank 0 enters.
 """
 
-import socket
+import logging
+import secrets
 from collections.abc import Sequence
 
 from torch.distributed import ProcessGroup
 
 from rlkit.dist.update_group import broadcast, join_update_group, leave_update_group
+from rlkit.engines.base import free_port
 from rlkit.sync.base import PushReport, push_buckets
 from rlkit.sync.engine_calls import EngineCalls
+from rlkit.types.errors import EngineError
 from rlkit.types.ranks import EngineEndpoint, RankInfo
 from rlkit.types.weights import WeightBucket, WeightSource
 
-GROUP_NAME = "rlkit_weights"
+logger = logging.getLogger(__name__)
 
 
 class GroupChannel:
@@ -36,6 +39,8 @@ class GroupChannel:
         self._with_checksums = with_checksums and rank.is_main
         self._calls = EngineCalls(endpoints if rank.is_main else [], timeout_s=timeout_s)
         self._group: ProcessGroup | None = None
+        self._group_name = f"rlkit_weights_{secrets.token_hex(4)}"
+        """A name of its own: an engine that outlives a run may still hold the group of the previous one."""
 
     def push(self, source: WeightSource, version: int) -> PushReport:
         if self._rank.is_main and self._group is None:
@@ -61,7 +66,7 @@ class GroupChannel:
                 master_port=port,
                 rank_offset=offsets[endpoint.index],
                 world_size=world_size,
-                group_name=GROUP_NAME,
+                group_name=self._group_name,
                 backend=backend,
             )
         )
@@ -71,7 +76,7 @@ class GroupChannel:
             port=port,
             rank=0,
             world_size=world_size,
-            name=GROUP_NAME,
+            name=self._group_name,
             timeout_s=self._timeout_s,
         )
         wait()
@@ -85,7 +90,7 @@ class GroupChannel:
         wait = self._calls.start(
             lambda client, _: client.update_from_distributed(
                 specs=bucket.specs,
-                group_name=GROUP_NAME,
+                group_name=self._group_name,
                 version=version,
                 load_format="flattened_bucket" if is_dense else None,
             )
@@ -96,14 +101,10 @@ class GroupChannel:
 
     def close(self) -> None:
         if self._group is not None:
-            self._calls.all(lambda client, _: client.destroy_weights_group(group_name=GROUP_NAME))
+            try:
+                self._calls.all(lambda client, _: client.destroy_weights_group(group_name=self._group_name))
+            except EngineError as error:  # one that has died needs no goodbye
+                logger.info(f"leaving the weight group: {error}")
             leave_update_group(self._group)
             self._group = None
         self._calls.close()
-
-
-def free_port(host: str) -> int:
-    """A port that was free a moment ago on `host`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]

@@ -57,13 +57,18 @@ class IpcChannel:
             torch.multiprocessing.set_sharing_strategy("file_system")
 
     def push(self, source: WeightSource, version: int) -> PushReport:
-        return push_buckets(
+        report = push_buckets(
             source,
             lambda bucket: self._send(bucket, version),
             version=version,
             max_bytes=self._max_bytes,
             with_checksums=self._with_checksums,
         )
+        if self._rank.device == "cuda":
+            # The engine's KV cache is mapped next and needs the room of the buckets. Once a push: each call costs.
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+        return report
 
     def _send(self, bucket: WeightBucket, version: int) -> None:
         payload = serialize_bucket(bucket, self._stage(bucket)) if self._calls.endpoints or self._gathers else ""

@@ -28,11 +28,15 @@ class PackedBatch:
     max_seqlen: int  # longest sequence; 0 when empty
     loss_mask_T: Tensor  # bool [T]; True where a sampled token is trained on
     loss_weight_T: Tensor  # f32 [T]; share of each token in the step's loss, 0 where masked
-    advantages_S: Tensor  # f32 [S]; group-normalised scalar of each sample (SFT: ones)
+    advantages_S: Tensor  # f32 [S]; what each sample's tokens share: its advantage, or score for token returns (SFT: 1)
     sample_ids_S: Tensor  # int64 [S]; position of each sample in the rollout, for metrics and replay
+    rollouts_S: Tensor  # int64 [S]; number of each sample's rollout inside the optimizer step; siblings share it
     rollout_logp_T: Tensor | None  # f32 [T]; engine log-probs; None for SFT
     old_logp_T: Tensor | None = None  # f32 [T]; policy log-probs before the first step; filled by the backend
     ref_logp_T: Tensor | None = None  # f32 [T]; reference log-probs; filled by the backend when KL is used
+    teacher_logp_T: Tensor | None = None  # f32 [T]; teacher log-probs; filled by the backend for distillation
+    advantages_T: Tensor | None = None  # f32 [T]; filled by `algo.objective` where tokens of a sample differ
+    importance_T: Tensor | None = None  # f32 [T]; filled by `algo.objective` where weights need the whole step
 
     @property
     def num_sequences(self) -> int:
@@ -61,6 +65,8 @@ class Update:
     """Trained tokens of the whole step over all ranks; the denominator of token means and of per-token metrics."""
     num_samples: int
     """Samples with at least one trained token, over all ranks."""
+    num_rollouts: int
+    """Rollouts these samples are of, over all ranks: fewer where a rollout fans out into several samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,6 +25,10 @@ class EngineError(RlkitError, RuntimeError):
     """An inference engine refused a request, stopped answering or died."""
 
 
+class EngineUnavailable(EngineError):
+    """An engine could not be reached or failed inside: another one, or a restarted one, may do better."""
+
+
 class SyncError(RlkitError, RuntimeError):
     """A weight update did not reach an engine as intended."""
 
@@ -35,6 +39,14 @@ class TrainError(RlkitError, RuntimeError):
 
 class WorkerDied(RlkitError, RuntimeError):
     """A process of the run ended without saying why, e.g. killed from outside or out of memory."""
+
+
+class HangError(RlkitError, RuntimeError):
+    """Nothing of the run has moved for `--hang-timeout-s`. The message says who was waited for."""
+
+
+class RunStopped(RlkitError, RuntimeError):
+    """The run was asked to stop (SIGTERM) and has saved everything at the end of a step."""
 
 
 class CheckpointError(RlkitError, RuntimeError):

@@ -54,9 +54,13 @@ class Generation:
     finish_reason: FinishReason | None
     """None only on the partial answers of a stream."""
     weight_version: int
+    """At the last token."""
     prompt_tokens: int
     cached_tokens: int = 0
     latency_s: float = 0.0
+    version_starts: tuple[tuple[int, int], ...] = ()
+    """(weight version, index of its first token) of each stretch of `output_ids`, where the answer was followed as it
+    grew; empty where only the version at the end is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,6 +21,8 @@ class RankInfo:
     device: Literal["cpu", "cuda"]
     num_threads: int
     """Intra-op threads of this process on a CPU."""
+    context_parallel_size: int = 1
+    """Neighbouring ranks that share the tokens of a sample."""
 
     @property
     def is_main(self) -> bool:
@@ -48,4 +50,6 @@ class InitReport:
     """Parameters of the policy, tied ones counted once."""
     resumed_step: int | None
     """Step stored in the checkpoint that was loaded; None for a fresh start."""
+    memory_plan: str
+    """How the blocks are run, and why: compiled or not, how many recompute their activations."""
     seconds: float

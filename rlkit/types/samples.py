@@ -50,7 +50,7 @@ class Sample:
     group_id: int
     """Number of the prompt group inside the run: monotonic, never reused, also across resumes."""
     index: int
-    """0-based position inside the group."""
+    """0-based position inside the group. Samples that one rollout fans out into share it."""
     seed: int
     tokens: list[int]
     """Prompt ids followed by response ids."""
@@ -67,6 +67,8 @@ class Sample:
     """The whole dict of a grader that returned one; `reward` is its `--reward-key`."""
     weight_versions: list[int] = field(default_factory=list[int])
     """Weight version(s) that produced the response, in order."""
+    version_starts: list[int] = field(default_factory=list[int])
+    """For each of them the index of its first response token."""
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
 

@@ -4,6 +4,9 @@ import statistics
 
 import pytest
 from algo_cases import case
+from hypothesis import given
+from hypothesis import strategies as st
+from packed_batches import EXACT  # noqa: F401  (its import sets the profile of property tests)
 
 from rlkit.algo.advantages import estimate_advantages, group_advantages, leave_one_out_advantages
 
@@ -79,3 +82,45 @@ def test_the_estimator_flag_chooses_the_function():
     assert chosen == group_advantages(rewards, groups, divide_by_std=False)
     chosen = estimate_advantages(rewards, groups, estimator="rloo", divide_by_std=True)
     assert chosen == leave_one_out_advantages(rewards, groups)
+    for estimator in ("gspo", "cispo"):
+        chosen = estimate_advantages(rewards, groups, estimator=estimator, divide_by_std=True)
+        assert chosen == group_advantages(rewards, groups, divide_by_std=True)
+    chosen = estimate_advantages([2.0, None, math.nan], groups, estimator="reinforce_plus_plus", divide_by_std=True)
+    assert chosen == [2.0, 0.0, 0.0]
+    chosen = estimate_advantages(rewards, groups, estimator="reinforce_plus_plus_baseline", divide_by_std=True)
+    assert chosen == group_advantages(rewards, groups, divide_by_std=False)
+
+
+def test_a_rollout_that_fans_out_counts_once():
+    """Three rollouts of rewards 1, 0 and 0; the first came out as three samples, one of them unscored."""
+    rewards, groups, rollouts = [1.0, 1.0, None, 0.0, 0.0], [4] * 5, ["a", "a", "a", "b", "c"]
+    for estimator in ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        one, zero, other = estimate_advantages([1.0, 0.0, 0.0], [4] * 3, estimator=estimator, divide_by_std=True)
+        found = estimate_advantages(rewards, groups, estimator=estimator, divide_by_std=True, rollouts=rollouts)
+        assert found == [one, one, 0.0, zero, other], estimator
+
+
+@given(
+    scored=st.lists(
+        st.tuples(st.integers(0, 3), st.one_of(st.none(), st.floats(-5, 5, width=32))), min_size=1, max_size=14
+    )
+)
+def test_every_estimator_equals_its_definition(scored: list[tuple[int, float | None]]):
+    groups, rewards = [group for group, _ in scored], [reward for _, reward in scored]
+    own = list(range(len(scored)))
+    found = {
+        name: estimate_advantages(rewards, groups, estimator=name, divide_by_std=divide, rollouts=own)
+        for name, divide in (("grpo", True), ("rloo", True), ("reinforce_plus_plus_baseline", True))
+    }
+    found["dr_grpo"] = estimate_advantages(rewards, groups, estimator="grpo", divide_by_std=False)
+    for i, (group, reward) in enumerate(scored):
+        members = [r for g, r in scored if g == group and r is not None]
+        if reward is None or len(members) < 2:
+            assert [values[i] for values in found.values()] == [0.0] * 4
+            continue
+        others = [r for j, (g, r) in enumerate(scored) if g == group and r is not None and j != i]
+        centred = reward - statistics.fmean(members)
+        assert found["dr_grpo"][i] == pytest.approx(centred, abs=1e-10)
+        assert found["reinforce_plus_plus_baseline"][i] == pytest.approx(centred, abs=1e-10)
+        assert found["rloo"][i] == pytest.approx(reward - statistics.fmean(others), abs=1e-10)
+        assert found["grpo"][i] == pytest.approx(centred / (statistics.stdev(members) + 1e-6), rel=1e-10, abs=1e-7)

@@ -6,7 +6,8 @@ from algo_cases import case
 from torch import Tensor
 
 from rlkit.algo.batching import loss_weights
-from rlkit.algo.losses import clipped_objective, log_prob_gap, policy_loss, sft_loss
+from rlkit.algo.losses import log_prob_gap, policy_loss, sft_loss
+from rlkit.algo.ppo import clipped_objective
 from rlkit.types.errors import ConfigError
 
 LOG2 = math.log(2.0)

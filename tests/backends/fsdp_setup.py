@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from naive_objective import naive_loss, scores_of
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -18,7 +19,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rlkit.algo.advantages import group_advantages
 from rlkit.algo.batching import build_updates
 from rlkit.backends.fsdp.backend import BackendState, FsdpBackend
 from rlkit.config.schema import ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
@@ -98,7 +98,9 @@ def make_config(path: Path, **changes: object) -> RunConfig:
     return cfg
 
 
-def rank_info(rank: int = 0, world_size: int = 1, port: int = 0, device: str = "cpu") -> RankInfo:
+def rank_info(
+    rank: int = 0, world_size: int = 1, port: int = 0, device: str = "cpu", context_parallel_size: int = 1
+) -> RankInfo:
     return RankInfo(
         rank=rank,
         world_size=world_size,
@@ -107,6 +109,7 @@ def rank_info(rank: int = 0, world_size: int = 1, port: int = 0, device: str = "
         master_port=port,
         device=device,  # pyright: ignore[reportArgumentType]
         num_threads=1,
+        context_parallel_size=context_parallel_size,
     )
 
 
@@ -139,21 +142,34 @@ def make_samples(lengths: Sequence[tuple[int, int]], *, seed: int = 0, group_siz
     return samples
 
 
+def make_uneven_samples(seed: int = 0) -> list[Sample]:
+    """Eight samples in groups of 3, 1, 2 and 2: two of a single token, one of them alone in its group, and one that is
+    masked as a whole.
+    """
+    samples = make_samples([(3, 5), (2, 1), (10, 20), (4, 1), (5, 9), (7, 30), (4, 4), (6, 2)], seed=seed)
+    for sample, (group, index) in zip(
+        samples, [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)], strict=True
+    ):
+        sample.group_id, sample.index = group, index
+    samples[6].loss_mask = [0] * 4
+    return samples
+
+
 MIXED_LENGTHS = [(3, 5), (1, 12), (10, 20), (2, 1), (5, 9), (7, 30), (4, 4), (6, 2)]
 """Eight samples, from 3 to 37 tokens."""
 
 
 def make_updates(samples: Sequence[Sample], cfg: RunConfig, *, dp: int = 1) -> list[list[Update]]:
     """[rank][optimizer step], with the advantages that a rollout would get."""
-    rewards = [sample.reward for sample in samples]
-    advantages = group_advantages(rewards, [sample.group_id for sample in samples], divide_by_std=True)
     return build_updates(
         samples,
-        advantages,
+        scores_of(cfg, samples),
         dp=dp,
         batch_size=cfg.batch_size,
         max_tokens=cfg.train.max_tokens_per_gpu,
+        cp=cfg.train.context_parallel_size,
         per_token_loss=cfg.algo.calculate_per_token_loss,
+        constant_length=cfg.algo.loss_constant_length,
         with_rollout_logprobs=not cfg.is_sft,
         require_reward=not cfg.is_sft,
     )
@@ -199,28 +215,13 @@ def naive_step(path: Path, cfg: RunConfig, samples: Sequence[Sample], *, padded:
     always.
     """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    rewards = [sample.reward for sample in samples]
-    advantages = group_advantages(rewards, [sample.group_id for sample in samples], divide_by_std=True)
     logps, entropies = naive_log_probs(model, samples, cfg.rollout.rollout_temperature, padded=padded)
-    refs = [logp.detach() for logp in logps]
+    refs = teachers = [logp.detach() for logp in logps]
     if cfg.model.ref_load is not None:
-        reference = AutoModelForCausalLM.from_pretrained(cfg.model.ref_load, dtype=torch.float32)
-        with torch.no_grad():
-            refs, _ = naive_log_probs(reference, samples, cfg.rollout.rollout_temperature, padded=padded)
-    total = torch.zeros(())
-    num_tokens = sum(sum(sample.loss_mask) for sample in samples)
-    for sample, advantage, logp, entropy, ref in zip(samples, advantages, logps, entropies, refs, strict=True):
-        mask = torch.tensor(sample.loss_mask, dtype=torch.float32)
-        if cfg.is_sft:
-            token_loss = -logp
-        else:
-            ratio = (logp - logp.detach()).exp()
-            clipped = ratio.clamp(1 - cfg.algo.eps_clip, 1 + cfg.algo.eps_clip)
-            token_loss = torch.maximum(-ratio * advantage, -clipped * advantage)
-            token_loss = token_loss - cfg.algo.entropy_coef * entropy
-            token_loss = token_loss + cfg.algo.kl_loss_coef * ((ref - logp).exp() - (ref - logp) - 1)
-        divisor = num_tokens if cfg.algo.calculate_per_token_loss else len(samples) * mask.sum()
-        total = total + (token_loss * mask).sum() / divisor
+        refs = frozen_log_probs(cfg.model.ref_load, cfg, samples, padded=padded)
+    if cfg.distill.opd_teacher_load is not None:
+        teachers = frozen_log_probs(cfg.distill.opd_teacher_load, cfg, samples, padded=padded)
+    total = naive_loss(cfg, samples, logps, entropies, refs, teachers)
     total.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optimizer.clip_grad)
@@ -236,6 +237,12 @@ def naive_step(path: Path, cfg: RunConfig, samples: Sequence[Sample], *, padded:
     ).step()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return NaiveResult(loss=total.item(), grad_norm=norm.item(), weights=weights, gradients=gradients)
+
+
+def frozen_log_probs(path: str, cfg: RunConfig, samples: Sequence[Sample], *, padded: bool) -> list[torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        return naive_log_probs(model, samples, cfg.rollout.rollout_temperature, padded=padded)[0]
 
 
 def naive_log_probs(

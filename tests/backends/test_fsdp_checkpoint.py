@@ -1,7 +1,9 @@
 import json
 import logging
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rlkit.backends.fsdp.backend import FsdpBackend
+from rlkit.backends.fsdp.checkpoint import write
 from rlkit.backends.fsdp.export import export_hf
 from rlkit.types.errors import CheckpointError
 
@@ -55,6 +58,49 @@ def test_a_resumed_run_equals_an_uninterrupted_one(checkpoints: dict[str, Path],
         assert resumed[f"train/{metric}"] == uninterrupted[f"train/{metric}"], metric
     assert_equal(all_weights(first), all_weights(second))
     assert_equal(optimizer_state(first), optimizer_state(second))
+
+
+def test_an_async_save_holds_the_state_of_its_moment(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The next step runs while the files are held back; until they are written nothing looks complete."""
+    may_write = threading.Event()
+
+    def held_back(*args: Any, **kwargs: Any) -> None:
+        assert may_write.wait(60.0)
+        write(*args, **kwargs)
+
+    monkeypatch.setattr("rlkit.backends.fsdp.backend.write", held_back)
+    cfg = make_config(checkpoints["qwen3"], async_save=True)
+    first = start_backend(cfg)
+    train_step(first, cfg, 0)
+    weights, state = all_weights(first), optimizer_state(first)
+    first.save(0, tmp_path / "saved", hf_directory=None)
+    train_step(first, cfg, 1)
+    assert not first.is_save_done() and not (tmp_path / "saved").exists()
+    with pytest.raises(CheckpointError, match=r"trainer\.json is missing"):
+        start_backend(cfg, resume_from=tmp_path / "saved")
+    may_write.set()
+    first.finish_save()
+    assert first.is_save_done()
+    second = start_backend(cfg, resume_from=tmp_path / "saved")
+    assert_equal(all_weights(second), weights)
+    assert_equal(optimizer_state(second), state)
+    first.save(1, tmp_path / "again", hf_directory=None)
+    first.finish_save()
+    assert_equal(all_weights(start_backend(cfg, resume_from=tmp_path / "again")), all_weights(first))
+
+
+def test_an_async_save_that_fails_is_told_by_the_next_call(checkpoints: dict[str, Path], tmp_path: Path):
+    cfg = make_config(checkpoints["qwen3"], async_save=True)
+    backend = start_backend(cfg)
+    (tmp_path / "file").write_text("in the way")
+    backend.save(0, tmp_path / "file" / "saved", hf_directory=None)
+    with pytest.raises(OSError):
+        backend.finish_save()
+    backend.save(1, tmp_path / "saved", hf_directory=None)
+    backend.finish_save()
+    assert (tmp_path / "saved" / "trainer.json").is_file()
 
 
 def test_saving_is_neutral_and_can_be_repeated(checkpoints: dict[str, Path], tmp_path: Path):

@@ -21,7 +21,9 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from rlkit.backends.fsdp.attention import PackedAttention, choose_attention, packed_layout, register_attention
+from rlkit.backends.fsdp.attention_op import NO_WINDOW, packed_attention
 from rlkit.backends.fsdp.backend import FsdpBackend
+from rlkit.backends.fsdp.compilation import num_compiled_graphs
 from rlkit.backends.fsdp.model import local_shard, named_shards
 from rlkit.backends.fsdp.trainer import micro_batch
 from rlkit.config.schema import RunConfig
@@ -63,6 +65,83 @@ def test_kernels_equal_the_reference(kind: PackedAttention, window: int | None):
         results.append([out.float(), *(grad.float() for grad in grads)])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("kind", [PackedAttention.FA2, PackedAttention.VARLEN, PackedAttention.SDPA])
+def test_the_operator_of_compiled_blocks_equals_the_reference(kind: PackedAttention, window: int | None):
+    if kind is PackedAttention.FA2:
+        pytest.importorskip("flash_attn.flash_attn_interface")
+    register_attention()
+    layout = packed_layout(torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32))
+    layout = layout.to(torch.device("cuda", 0))
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn((sum(LENGTHS), heads, 64), generator=generator) for heads in (8, 2, 2)]
+    pull = torch.randn((sum(LENGTHS), 8, 64), generator=generator).to("cuda")
+    results = []
+    for which, dtype in ((kind, torch.bfloat16), (PackedAttention.REFERENCE, torch.float32)):
+        inputs = [value.to("cuda", torch.bfloat16).to(dtype).requires_grad_() for value in values]
+        width = NO_WINDOW if window is None else window
+        out, _ = packed_attention(*inputs, layout.handle, which.value, 0.2, width)
+        grads = torch.autograd.grad((out * pull.to(dtype)).sum(), inputs)
+        results.append([out.float(), *(grad.float() for grad in grads)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+def test_a_compiled_step_equals_an_eager_one(checkpoints: dict[str, Path], attention: str, checkpointing: bool):
+    results, graphs = [], []
+    for torch_compile in ("off", "on"):
+        cfg = make_config(
+            checkpoints["qwen3"],
+            dtype="bfloat16",
+            torch_compile=torch_compile,
+            attn_implementation=attention,
+            gradient_checkpointing=checkpointing,
+            entropy_coef=0.1,
+        )
+        backend = start_on_gpu(cfg)
+        metrics = []
+        for step in range(3):
+            metrics.append(train_step(backend, cfg, step))
+            graphs.append(num_compiled_graphs())
+        results.append(metrics)
+    assert graphs[-1] - graphs[3] <= 1, "packs of other lengths must not be compiled anew"
+    for eager, compiled in zip(*results, strict=True):
+        for name in ("loss", "grad_norm", "entropy"):
+            assert compiled[f"train/{name}"] == pytest.approx(eager[f"train/{name}"], rel=0.03, abs=0.03), name
+
+
+def test_micro_batches_are_uploaded_without_waiting(checkpoints: dict[str, Path]):
+    cfg = make_config(checkpoints["qwen3"], dtype="bfloat16", max_tokens_per_gpu=38)
+    backend = start_on_gpu(cfg)
+    (update,) = make_updates(make_samples(MIXED_LENGTHS), cfg)[0]
+    prepared = [micro_batch(batch, parts_of(backend).mesh) for batch in update.micro_batches]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moved = [micro.to(torch.device("cuda", 0)) for micro in prepared]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for micro, original in zip(moved, prepared, strict=True):
+        assert torch.equal(micro.batch.tokens_T.cpu(), original.batch.tokens_T)
+
+
+def test_sleep_tells_how_much_it_moved(checkpoints: dict[str, Path]):
+    cfg = make_config(checkpoints["llama"], dtype="bfloat16")
+    backend = start_on_gpu(cfg)
+    train_step(backend, cfg, 0)
+    optimizer = parts_of(backend).optimizer
+    expected = sum(tensor.nbytes for tensor in optimizer.state_tensors())
+    expected += sum(local_shard(shard).nbytes for _, shard in named_shards(parts_of(backend).policy))
+    backend.sleep()
+    assert torch.cuda.memory_reserved() < 2 * 1024**3
+    backend.wake_up()
+    metrics = train_step(backend, cfg, 1)
+    assert metrics["sleep/num_bytes"] == metrics["wake/num_bytes"] == expected
+    assert metrics["sleep/gb_per_s"] > 0 and "sleep/num_bytes" not in train_step(backend, cfg, 2)
 
 
 def test_auto_takes_a_variable_length_kernel():
@@ -124,8 +203,9 @@ def test_micro_batches_do_not_wait_for_the_gpu(checkpoints: dict[str, Path]):
     backend = start_on_gpu(cfg)
     (update,) = make_updates(make_samples(MIXED_LENGTHS), cfg)[0]
     backend.train(0, [update])
-    trainer = parts_of(backend).trainer
-    micro_batches = [micro_batch(batch).to(torch.device("cuda", 0)) for batch in update.micro_batches]
+    parts = parts_of(backend)
+    trainer = parts.trainer
+    micro_batches = [micro_batch(batch, parts.mesh).to(torch.device("cuda", 0)) for batch in update.micro_batches]
     assert len(micro_batches) > 2
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

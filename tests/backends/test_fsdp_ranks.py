@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from rlkit.backends.fsdp.backend import FsdpBackend
 from rlkit.config.schema import RunConfig
-from rlkit.dist.collectives import all_gather_objects, barrier, gather_over_data, max_over_data, sum_over_data
+from rlkit.dist.collectives import all_gather_objects, barrier, gather_over_shards, max_over_data, sum_over_data
 from rlkit.dist.groups import RankMesh, destroy_process_group
 from rlkit.types.batches import Update
 from rlkit.types.ranks import MetricSet
@@ -37,6 +37,28 @@ SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
     "per_token": ("qwen3", {"calculate_per_token_loss": True, "max_tokens_per_gpu": 38}),
     "checkpointed": ("qwen3", {"gradient_checkpointing": True}),
     "sft": ("qwen3-untied", {"loss_type": "sft_loss"}),
+    "gspo": ("qwen3", {"advantage_estimator": "gspo", "use_rollout_logprobs": True, "max_tokens_per_gpu": 38}),
+    "mis": (
+        "qwen3",
+        {
+            "use_tis": True,
+            "tis_level": "geometric",
+            "tis_batch_normalize": True,
+            "use_rs": True,
+            "rs_lower_bound": 0.1,
+            "rs_upper_bound": 9.0,
+            "max_tokens_per_gpu": 38,
+        },
+    ),
+    "reinforce": (
+        "qwen3",
+        {
+            "advantage_estimator": "reinforce_plus_plus",
+            "normalize_advantages": True,
+            "kl_coef": 0.05,
+            "num_steps_per_rollout": 2,
+        },
+    ),
 }
 """Each runs three steps: the mixed samples, a single sample (the other rank has only dummies), and one long sample
 among short.
@@ -122,7 +144,7 @@ def check_collectives(mesh: RankMesh, rank: int) -> None:
     device = mesh.device
     assert sum_over_data(torch.tensor([1.0 + rank], device=device), mesh).item() == 3.0
     assert max_over_data(torch.tensor([1.0 + rank, -rank], device=device), mesh).tolist() == [2.0, 0.0]
-    assert gather_over_data(torch.tensor([rank, 7], device=device), mesh).tolist() == [[0, 7], [1, 7]]
+    assert gather_over_shards(torch.tensor([rank, 7], device=device), mesh).tolist() == [[0, 7], [1, 7]]
     assert all_gather_objects({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
 
 

@@ -26,8 +26,8 @@ def test_tensors_come_back_bit_for_bit_under_every_view():
     scalar, empty = torch.tensor(3.5), torch.zeros(0, 5)
     tensors = [base, view, other, scalar, empty]
     expected = [tensor.clone() for tensor in tensors]
-    swap = HostSwap()
-    assert swap.offload(tensors) == 10 * 3 * 4 + 7 * 2 + 4
+    swap = HostSwap(torch.device("cpu"))
+    assert swap.offload(tensors).num_bytes == 10 * 3 * 4 + 7 * 2 + 4
     assert swap.is_away
     assert base.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
     for tensor, value in zip(tensors, expected, strict=True):
@@ -40,18 +40,32 @@ def test_tensors_come_back_bit_for_bit_under_every_view():
     assert base[4:].eq(1.0).all(), "a view must still share memory with its base"
 
 
-def test_host_buffers_are_reused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rlkit.backends.fsdp.sleep.CHUNK_BYTES", 256)
+@pytest.mark.parametrize("is_reserved", [False, True])
+def test_the_host_buffer_is_reused(is_reserved: bool):
     tensors = [torch.arange(40.0), torch.arange(200.0), torch.arange(10.0)]
-    swap = HostSwap()
+    swap = HostSwap(torch.device("cpu"))
+    if is_reserved:
+        swap.reserve(2000)
     addresses = []
     for _ in range(3):
-        swap.offload(tensors)
-        addresses.append([chunk.data_ptr() for chunk in swap._chunks])
-        swap.restore()
+        assert swap.offload(tensors).num_bytes == 1000
+        addresses.append(swap._buffer.bytes(1000).data_ptr())
+        assert swap.restore().num_bytes == 1000
     assert addresses[0] == addresses[1] == addresses[2]
-    assert [chunk.numel() for chunk in swap._chunks] == [256, 800, 256]
     assert torch.equal(tensors[1], torch.arange(200.0))
+
+
+def test_a_held_copy_shows_the_values_of_its_moment():
+    tensor = torch.arange(6.0).reshape(2, 3)
+    swap = HostSwap(torch.device("cpu"))
+    swap.hold([tensor])
+    tensor.mul_(2.0)
+    assert torch.equal(swap.host_view(tensor), torch.arange(6.0).reshape(2, 3))
+    swap.release()
+    assert swap.host_view(tensor) is tensor
+    swap.offload([tensor])
+    swap.restore()
+    assert torch.equal(tensor, 2.0 * torch.arange(6.0).reshape(2, 3))
 
 
 def test_swapping_a_real_model_and_optimizer_is_neutral(checkpoints: dict[str, Path]):

@@ -40,6 +40,8 @@ POLICY_METRICS = {
     "train/clip_fraction",
     "train/train_rollout_logprob_abs_diff",
     "train/train_rollout_logprob_abs_diff_max",
+    "train/mismatch_k1",
+    "train/mismatch_k3",
     "train/grad_norm",
     "train/lr",
     "train/num_tokens",
@@ -65,7 +67,7 @@ def test_scoring_leaves_the_model_sharded(checkpoints: dict[str, Path]):
     backend = start_backend(cfg)
     parts = parts_of(backend)
     (update,) = make_updates(make_samples(MIXED_LENGTHS), cfg)[0]
-    scored = parts.trainer.score(parts.policy, [micro_batch(batch) for batch in update.micro_batches])
+    scored = parts.trainer.score(parts.policy, [micro_batch(batch, parts.mesh) for batch in update.micro_batches])
     assert [len(logp_T) for logp_T in scored] == [batch.num_tokens for batch in update.micro_batches]
     assert all(isinstance(parameter, DTensor) for parameter in parts.policy.parameters())
 

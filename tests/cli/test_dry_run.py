@@ -214,6 +214,13 @@ def test_bytes_per_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert f"engine weights: {2 * gib / 2:.2f} GiB per GPU of an engine" in flat
 
 
+def test_a_teacher_takes_memory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    argv = ["--hf-checkpoint", checkpoint(tmp_path / "student", QWEN25_05B), "--colocate", "--use-opd"]
+    argv += ["--opd-teacher-load", checkpoint(tmp_path / "teacher", QWEN3_4B), "--actor-num-gpus-per-node", "8"]
+    flat = " ".join(dry_run(monkeypatch, *argv).split())
+    assert f"{2 * 4_022_468_096 / 1024**3 / 8:.2f} teacher model" in flat
+
+
 def test_too_small_a_gpu_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     argv = ["--hf-checkpoint", checkpoint(tmp_path / "m", QWEN3_4B), "--gpu-memory-gib", "24"]
     argv += ["--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"]

@@ -72,23 +72,18 @@ def test_cv_03_temperature(valid_argv: list[str]):
 
 @pytest.mark.parametrize(
     ("row", "result"),
-    [
-        pytest.param(
-            row,
-            result,
-            marks=pytest.mark.xfail(result == "accepted", reason="context parallelism is not built yet", strict=True),
-        )
-        for row, result in rows("cv-05")
-    ],
+    rows("cv-05"),
     ids=str,
 )
 def test_cv_05_attention_with_context_parallelism(valid_argv: list[str], row: dict[str, Any], result: str):
-    argv = [*valid_argv, "--attn-implementation", row["attn_implementation"]]
-    argv += ["--context-parallel-size", str(row["context_parallel_size"])]
-    if result == "accepted":
-        accepted(argv)
+    """SDPA is accepted: tests/backends/test_context_parallel.py shows that it gives the same step."""
+    argv = [*valid_argv, "--attn-implementation", row["attn_implementation"], "--actor-num-gpus-per-node", "2"]
+    argv += ["--rollout-num-gpus", "2", "--context-parallel-size", str(row["context_parallel_size"])]
+    if result == "rejected":
+        message = refused(argv)
+        assert "context_parallel_size" in message and "flash_attention_2" in message
     else:
-        refused(argv)
+        accepted(argv)
 
 
 def test_ls_09_dual_clip_constant(valid_argv: list[str]):

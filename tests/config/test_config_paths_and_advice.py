@@ -47,6 +47,8 @@ def test_nothing_is_missing(make_config: Make, on_disk: dict[str, Any]):
         ({"hf_checkpoint": "Qwen/Qwen3-4B"}, "download it first and pass the folder to --hf-checkpoint"),
         ({"hf_checkpoint": "{tmp}"}, "has no config.json"),
         ({"ref_load": "no/ref/here", "use_kl_loss": True}, "ref_load = no/ref/here is not a folder"),
+        ({"ref_load": "no/ref/here", "kl_coef": 0.1}, "ref_load = no/ref/here is not a folder"),
+        ({"opd_teacher_load": "no/teacher", "use_opd": True}, "opd_teacher_load = no/teacher is not a folder"),
         ({"prompt_data": "{tmp}/no.jsonl@[1:]"}, "there is no file {tmp}/no.jsonl; correct --prompt-data"),
         ({"eval_prompt_data": ("a", "{tmp}/no.jsonl")}, "there is no file {tmp}/no.jsonl; correct --eval-prompt-data"),
         ({"rm_type": None, "custom_rm_path": "{tmp}/no.py:f"}, "there is no file {tmp}/no.py"),
@@ -91,6 +93,18 @@ def test_what_is_not_read_need_not_be_there(make_config: Make, on_disk: dict[str
     assert check_paths(make_config(**on_disk | fields)) == []
 
 
+def test_a_teacher_of_another_vocabulary_is_refused(make_config: Make, on_disk: dict[str, Any], tmp_path: Path):
+    ours, same, other = tmp_path / "model", tmp_path / "same", tmp_path / "other"
+    for folder, vocabulary in ((ours, ["a", "b", "c"]), (same, ["a", "b", "c"]), (other, ["a", "c", "b"])):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps({"num_attention_heads": 6}))
+        tokenizer = {"model": {"vocab": {token: number for number, token in enumerate(vocabulary)}}}
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert check_paths(make_config(**on_disk, use_opd=True, opd_teacher_load=str(same))) == []
+    (message,) = check_paths(make_config(**on_disk, use_opd=True, opd_teacher_load=str(other)))
+    assert "2 of 3 tokens mean something else" in message and "--opd-teacher-load" in message
+
+
 def test_all_missing_paths_at_once(make_config: Make):
     cfg = make_config(eval_interval=1, eval_prompt_data=("a", "no.jsonl"), load="no")
     assert len(check_paths(cfg)) == 4
@@ -129,6 +143,15 @@ ADVISED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"save_hf": "hf_{rollout_id}", "save_interval": 2},
     ),
     "upper_clip_is_tighter": ({"eps_clip_high": 0.1}, {"eps_clip_high": 0.28}),
+    "cispo_is_free_from_below": (
+        {"advantage_estimator": "cispo"},
+        {"advantage_estimator": "cispo", "eps_clip": 1.0, "eps_clip_high": 4.0},
+    ),
+    "sequence_ratios_are_close_to_one": (
+        {"advantage_estimator": "gspo"},
+        {"advantage_estimator": "gspo", "eps_clip": 3e-4, "eps_clip_high": 4e-4},
+    ),
+    "reward_kl_is_biased": ({"kl_coef": 0.1}, {"kl_coef": 0.1, "kl_loss_type": "k1"}),
     "no_logging_account_is_used": ({"wandb_group": "g"}, {"wandb_group": "g", "use_wandb": True}),
 }
 

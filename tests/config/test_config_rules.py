@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from algorithm_examples import ALGORITHM_EXAMPLES
 
 from rlkit.config.fields import all_fields
 from rlkit.config.flags import find, find_negated
@@ -18,6 +19,9 @@ Make = Callable[..., RunConfig]
 SPLIT = {"colocate": False, "rollout_num_gpus": 2}
 EVAL = {"eval_interval": 5, "eval_prompt_data": ("gsm8k", "test.jsonl")}
 SFT = {"loss_type": "sft_loss", "n_samples_per_prompt": 1, "rm_type": None}
+FILTER = {"dynamic_sampling_filter_path": "check_reward_nonzero_std"}
+EXTERNAL = {"rollout_external_engine_addrs": ("10.0.0.5:30000", "10.0.0.6:30000")}
+TWO_NODES = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 8}
 REPLAY = {"load_debug_rollout_data": "dump_{rollout_id}.jsonl"}
 
 EXAMPLES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
@@ -30,6 +34,14 @@ EXAMPLES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({"n_samples_per_prompt": 0}, {"n_samples_per_prompt": 1, "debug_rollout_only": True}),
         ({"n_samples_per_prompt": -8}, {"n_samples_per_prompt": 1, "num_rollout": 0, **EVAL}),
         ({"n_samples_per_prompt": 1, "advantage_estimator": "rloo"}, SFT),
+        (
+            {"n_samples_per_prompt": 1, "advantage_estimator": "reinforce_plus_plus_baseline"},
+            {"n_samples_per_prompt": 1, "advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True},
+        ),
+        (
+            {"n_samples_per_prompt": 0, "use_opd": True, "opd_teacher_load": "t"},
+            {"n_samples_per_prompt": 1, "use_opd": True, "opd_teacher_load": "t"},
+        ),
         ({**SFT, "n_samples_per_prompt": 0}, SFT),
     ],
     "model_is_named": [({"hf_checkpoint": ""}, {"hf_checkpoint": "m"})],
@@ -68,6 +80,18 @@ EXAMPLES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({"actor_num_gpus_per_node": 5}, {"actor_num_gpus_per_node": 8}),
         ({"num_steps_per_rollout": 16, "actor_num_gpus_per_node": 4}, {"num_steps_per_rollout": 16}),
     ],
+    "ranks_split_into_context_groups": [
+        (
+            {"actor_num_gpus_per_node": 4, "context_parallel_size": 3},
+            {"actor_num_gpus_per_node": 4, "context_parallel_size": 2},
+        )
+    ],
+    "attention_shares_its_context": [
+        (
+            {"attn_implementation": "flash_attention_3", "context_parallel_size": 2},
+            {"attn_implementation": "flash_attention_2", "context_parallel_size": 2},
+        )
+    ],
     "node_holds_its_ranks": [
         ({"num_gpus_per_node": 1}, {"num_gpus_per_node": 2}),
         ({"num_gpus_per_node": 1}, {"num_gpus_per_node": 1, "debug_rollout_only": True, "rollout_num_gpus": 1}),
@@ -93,8 +117,8 @@ EXAMPLES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
             {**SPLIT, "actor_num_gpus_per_node": 4, "rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 4},
         ),
         (
-            {"actor_num_nodes": 2, "actor_num_gpus_per_node": 8, "rollout_num_gpus_per_engine": 16},
-            {"actor_num_nodes": 2, "actor_num_gpus_per_node": 8, "rollout_num_gpus_per_engine": 8},
+            {**TWO_NODES, "actor_num_nodes": 3, "rollout_num_gpus_per_engine": 12},
+            {**TWO_NODES, "rollout_num_gpus_per_engine": 16},
         ),
     ],
     "transport_fits_placement": [
@@ -104,6 +128,42 @@ EXAMPLES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     ],
     "disk_folder_needs_disk_transport": [
         ({"update_weight_disk_dir": "w"}, {"update_weight_disk_dir": "w", "update_weight_transport": "disk"}),
+    ],
+    "retracted_requests_need_running_engines": [
+        ({"pause_generation_mode": "retract"}, {**SPLIT, "pause_generation_mode": "retract"}),
+    ],
+    "sleeping_engines_are_updated_every_step": [
+        ({"update_weights_interval": 2}, {**SPLIT, "update_weights_interval": 2}),
+    ],
+    "evaluation_sees_the_newest_weights": [
+        (
+            {**SPLIT, "update_weights_interval": 2, **EVAL},
+            {**SPLIT, "update_weights_interval": 2, **EVAL, "eval_interval": 4},
+        ),
+    ],
+    "external_engines_have_addresses": [
+        (
+            {"colocate": False, **EXTERNAL, "rollout_external_engine_addrs": ("http://a:1",)},
+            {"colocate": False, **EXTERNAL},
+        ),
+        ({"colocate": False, "rollout_external_engine_addrs": ("a:1", "a:1")}, {"colocate": False, **EXTERNAL}),
+    ],
+    "external_engines_are_left_alone": [
+        (EXTERNAL, {"colocate": False, **EXTERNAL}),
+        ({**SPLIT, **EXTERNAL}, SPLIT),
+        (
+            {"colocate": False, **EXTERNAL, "rollout_num_gpus_per_engine": 2},
+            {"colocate": False, **EXTERNAL, "rollout_num_gpus_per_engine": 1},
+        ),
+        ({"colocate": False, **EXTERNAL, "use_fault_tolerance": True}, {**SPLIT, "use_fault_tolerance": True}),
+        ({"colocate": False, **EXTERNAL, "sglang": {"page_size": 16}}, {**SPLIT, "sglang": {"page_size": 16}}),
+    ],
+    "restarted_engines_are_on_one_node": [
+        ({**SPLIT, "use_fault_tolerance": True, "debug_rollout_only": True}, {**SPLIT, "use_fault_tolerance": True}),
+        (
+            {**TWO_NODES, "use_fault_tolerance": True, "rollout_num_gpus_per_engine": 16},
+            {**TWO_NODES, "use_fault_tolerance": True, "rollout_num_gpus_per_engine": 8},
+        ),
     ],
     "embedded_engine_is_one_gpu": [
         (
@@ -179,7 +239,41 @@ EXAMPLES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({"rm_type": "maths"}, {"rm_type": "boxed_math"}),
         ({"rm_type": "Exact"}, {"rm_type": "exact"}),
     ],
-    "custom_grader_can_be_found": [
+    "over_sampling_fills_the_batch": [({"over_sampling_batch_size": 3}, {"over_sampling_batch_size": 4})],
+    "tried_groups_fill_the_batch": [
+        (
+            {"dynamic_sampling_max_groups": 9, "over_sampling_batch_size": 10},
+            {"dynamic_sampling_max_groups": 10, "over_sampling_batch_size": 10},
+        ),
+        ({"dynamic_sampling_max_groups": 3}, {"dynamic_sampling_max_groups": 4}),
+    ],
+    "rewards_of_a_group_can_differ": [
+        (
+            {"n_samples_per_prompt": 1, "debug_rollout_only": True, **FILTER},
+            {"n_samples_per_prompt": 2, "debug_rollout_only": True, **FILTER},
+        ),
+    ],
+    "continuing_needs_groups_that_are_cut_off": [
+        ({"partial_rollout": True}, {"partial_rollout": True, "over_sampling_batch_size": 5}),
+        ({"buffer_filter_path": "pop_first"}, {"buffer_filter_path": "pop_first", **FILTER}),
+        ({"partial_rollout": True, "over_sampling_batch_size": 4}, {"partial_rollout": True, **FILTER}),
+    ],
+    "partial_options_need_partial_rollouts": [
+        (
+            {"mask_offpolicy_in_partial_rollout": True, **FILTER},
+            {"mask_offpolicy_in_partial_rollout": True, **FILTER, "partial_rollout": True},
+        ),
+        (
+            {"partial_rollout_max_continuations": 3, **FILTER},
+            {"partial_rollout_max_continuations": 3, **FILTER, "partial_rollout": True},
+        ),
+    ],
+    "one_thing_chooses_the_groups": [
+        ({"rollout_function_path": "a.b", **FILTER}, {"rollout_function_path": "a.b", "partial_rollout": True}),
+    ],
+    "choosing_groups_needs_engines": [({**SFT, "over_sampling_batch_size": 9}, SFT)],
+    "functions_are_named_by_path": [
+        ({"dynamic_sampling_filter_path": "nonzero"}, FILTER),
         ({"rm_type": None, "custom_rm_path": "grade.py"}, {"rm_type": None, "custom_rm_path": "grade.py:grade"}),
         ({"rm_type": None, "custom_rm_path": "grade"}, {"rm_type": None, "custom_rm_path": "a.b.grade"}),
         ({"rm_type": None, "custom_rm_path": "dir/x.py.grade"}, {"rm_type": None, "custom_rm_path": "dir/x.py:grade"}),
@@ -192,11 +286,25 @@ EXAMPLES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
             {"label_key": None, "num_rollout": 0, **EVAL, "eval_label_key": "label"},
         ),
     ],
+    "reward_server_has_an_address": [
+        ({"rm_type": "remote_rm"}, {"rm_type": "remote_rm", "rm_url": "http://a:1/rm"}),
+        ({"rm_url": "a:1"}, {"rm_url": "https://a:1"}),
+        (
+            {"rm_type": None, "custom_rm_path": "a.b", "rm_url": "http://a"},
+            {"rm_type": None, "custom_rm_path": "a.b"},
+        ),
+    ],
+    "whole_groups_go_to_a_function": [
+        ({"group_rm": True}, {"group_rm": True, "rm_type": None, "custom_rm_path": "a.b"}),
+    ],
     "reward_key_needs_a_dict": [
+        ({"reward_key": "score"}, {"reward_key": "score", "rm_type": "remote_rm", "rm_url": "http://a"}),
         ({"reward_key": "score"}, {"reward_key": "score", "rm_type": None, "custom_rm_path": "a.b"}),
         ({"eval_reward_key": "acc"}, {"eval_reward_key": "acc", "rm_type": None, "custom_rm_path": "a.b"}),
     ],
     "evaluation_has_data_and_interval": [
+        ({**EVAL, "eval_config": "sets.yaml"}, {"eval_config": "sets.yaml", "eval_interval": 5}),
+        ({"eval_config": "sets.yaml"}, {"eval_config": "sets.yaml", "eval_interval": 1, "num_rollout": 0}),
         ({"eval_interval": 5}, EVAL),
         ({"eval_prompt_data": ("gsm8k", "test.jsonl")}, {**EVAL, "eval_interval": 1}),
     ],
@@ -220,6 +328,13 @@ EXAMPLES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({**SFT, "use_kl_loss": True}, {"use_kl_loss": True}),
         ({**SFT, "entropy_coef": 0.1}, {"entropy_coef": 0.1}),
         ({**SFT, "eps_clip_c": 3.0}, {"eps_clip_c": 3.0}),
+        ({**SFT, "kl_coef": 0.1}, {"kl_coef": 0.1}),
+        ({**SFT, "normalize_advantages": True}, {"normalize_advantages": True}),
+        ({**SFT, "overlong_buffer_len": 64}, {"overlong_buffer_len": 64}),
+        ({**SFT, "use_opsm": True}, {"use_opsm": True}),
+        ({**SFT, "use_tis": True}, {"use_tis": True}),
+        ({**SFT, "use_rs": True}, {"use_rs": True}),
+        ({**SFT, "use_opd": True, "opd_teacher_load": "t"}, {"use_opd": True, "opd_teacher_load": "t"}),
     ],
     "learning_rate_decays_downwards": [
         ({"lr_decay_style": "cosine", "min_lr": 2e-6}, {"lr_decay_style": "cosine", "min_lr": 1e-6}),
@@ -256,12 +371,46 @@ EXAMPLES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({"debug_rollout_only": True, "debug_train_only": True, **REPLAY}, {"debug_train_only": True, **REPLAY}),
     ],
     "training_only_has_a_rollout": [({"debug_train_only": True}, {"debug_train_only": True, **REPLAY})],
+    "ids_that_end_a_response_are_heeded": [
+        ({"rollout_ignore_eos": True, "rollout_stop_token_ids": (5,)}, {"rollout_ignore_eos": True}),
+    ],
+    "environment_is_made_of_strings": [
+        ({"train_env_vars": {"NCCL_DEBUG": 1}}, {"train_env_vars": {"NCCL_DEBUG": "1"}}),
+        ({"train_env_vars": {"NCCL-DEBUG": "1"}}, {"train_env_vars": {"_NCCL": ""}}),
+        ({"train_env_vars": {"CUDA_VISIBLE_DEVICES": "1"}}, {"train_env_vars": {"CUDA_LAUNCH_BLOCKING": "1"}}),
+    ],
+    "profiled_steps_are_some": [
+        (
+            {"use_pytorch_profiler": True, "profile_step_start": 3, "profile_step_end": 3},
+            {"use_pytorch_profiler": True, "profile_step_start": 3, "profile_step_end": 4},
+        ),
+    ],
+    "profiled_steps_are_run": [
+        ({"use_pytorch_profiler": True}, {"use_pytorch_profiler": True, "profile_step_start": 9}),
+    ],
+    "something_is_there_to_profile": [
+        ({"train_env_vars": {"A": "1"}, "debug_rollout_only": True}, {"debug_rollout_only": True}),
+    ],
+    "profiled_ranks_exist": [
+        (
+            {"record_memory_history": True, "profile_ranks": (2,)},
+            {"record_memory_history": True, "profile_ranks": (1,)},
+        ),
+    ],
+    "memory_history_is_of_cuda": [
+        ({"record_memory_history": True, "device": "cpu"}, {"record_memory_history": True}),
+    ],
+    "snapshots_are_taken": [
+        ({"memory_snapshot_dir": "s"}, {"memory_snapshot_dir": "s", "record_memory_history": True}),
+    ],
     "something_runs": [
         ({"debug_rollout_only": True, **REPLAY}, {"debug_rollout_only": True}),
         ({**SFT, "debug_rollout_only": True}, SFT),
     ],
 }
 """Rule -> pairs of (fields that break it, fields that just do not), each on top of the valid configuration."""
+
+EXAMPLES |= ALGORITHM_EXAMPLES
 
 NAMED_RULES = {rule.__name__: rule for rule in RULES}
 PAIRS = [(name, bad, good) for name, pairs in EXAMPLES.items() for bad, good in pairs]

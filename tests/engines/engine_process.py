@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from rlkit.config.schema import ClusterConfig, EngineConfig, ModelConfig, RunConfig
+from rlkit.config.schema import ClusterConfig, EngineConfig, ModelConfig, RunConfig, SyncConfig
 from rlkit.engines.base import EngineSlot, build_launch
 from rlkit.engines.client import EngineClient, RouterClient
 from rlkit.types.generation import GenerateRequest, Generation
 
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 480.0
 FIRST_VERSION = 7
 
 T = TypeVar("T")
@@ -111,9 +111,11 @@ def running_engine(
     *,
     device: Literal["cpu", "cuda"] = "cpu",
     max_running: int = 64,
+    pause_mode: Literal["abort", "retract"] = "abort",
 ) -> Iterator[RunningEngine]:
     """The engine that `build_launch` starts for a colocated run in float32, registered with a router."""
     cfg = RunConfig(
+        sync=SyncConfig(pause_generation_mode=pause_mode),
         model=ModelConfig(hf_checkpoint=str(folder), dtype="float32"),
         cluster=ClusterConfig(colocate=True),
         engine=EngineConfig(rollout_engine=kind, embedded_max_running_requests=max_running),

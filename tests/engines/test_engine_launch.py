@@ -1,3 +1,4 @@
+import ctypes
 import os
 import sys
 from dataclasses import replace
@@ -5,11 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from rlkit.config.schema import ClusterConfig, EngineConfig, ModelConfig, RunConfig
+from rlkit.config.schema import (
+    ClusterConfig,
+    EngineConfig,
+    EvalConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    SyncConfig,
+)
 from rlkit.engines.base import EngineSlot, build_launch
 from rlkit.engines.embedded.server import parse_args
 from rlkit.engines.sglang import launch as sglang_launch_module
-from rlkit.types.errors import ConfigError
+from rlkit.engines.sglang.launch import largest_batch
+from rlkit.engines.sglang.memory import colocated_fraction, device_memory_bytes
+from rlkit.types.errors import ConfigError, EngineError
 
 SLOT = EngineSlot(
     index=1,
@@ -22,6 +33,7 @@ SLOT = EngineSlot(
     weight_version=12,
     seed=99,
 )
+H200_BYTES = 150_754_820_096
 CPU_SLOT = replace(SLOT, device="cpu")
 
 
@@ -31,10 +43,17 @@ def fast_kernels(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sglang_launch_module, "has_fast_kernels", lambda python: True)
 
 
+@pytest.fixture(autouse=True)
+def h200(monkeypatch: pytest.MonkeyPatch):
+    """As if every GPU were an H200."""
+    monkeypatch.setattr(sglang_launch_module, "device_memory_bytes", lambda gpu: H200_BYTES)
+
+
 def make_config(*, kind: str = "auto", colocate: bool = False, dtype: str = "auto", **sglang) -> RunConfig:
     return RunConfig(
         model=ModelConfig(hf_checkpoint="/models/m", dtype=dtype),  # pyright: ignore[reportArgumentType]
         cluster=ClusterConfig(colocate=colocate),
+        rollout=RolloutConfig(rollout_batch_size=32, n_samples_per_prompt=8),
         engine=EngineConfig(rollout_engine=kind, sglang=sglang),  # pyright: ignore[reportArgumentType]
     )
 
@@ -69,6 +88,8 @@ def test_sglang_gets_everything_that_rlkit_relies_on(fast_kernels):
         "--log-level": "warning",
         "--skip-server-warmup": None,
         "--enable-memory-saver": None,
+        "--cuda-graph-max-bs-decode": "32",  # 256 samples over eight engines
+        "--mem-fraction-static": "0.87",
     }
     assert spec.env["PYTORCH_CUDA_ALLOC_CONF"] is None and spec.env["PYTORCH_ALLOC_CONF"] is None
     assert spec.env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "false"
@@ -77,6 +98,69 @@ def test_sglang_gets_everything_that_rlkit_relies_on(fast_kernels):
 
 def test_the_memory_saver_is_for_sharing_gpus_only(fast_kernels):
     assert "--enable-memory-saver" not in build_launch(make_config(kind="sglang"), SLOT).argv
+
+
+def test_a_split_engine_takes_what_sglang_thinks_right(fast_kernels):
+    assert "--mem-fraction-static" not in build_launch(make_config(kind="sglang"), SLOT).argv
+
+
+@pytest.mark.parametrize("gib, fraction", [(140, 0.87), (80, 0.85), (40, 0.8), (24, 0.73), (6, 0.3)])
+def test_shared_memory_leaves_room_for_a_sleeping_trainer_and_two_buckets(gib, fraction):
+    found = colocated_fraction(gib * 1024**3, bucket_bytes=512 * 1024**2)
+    assert found == pytest.approx(fraction)
+    assert gib < 24 or gib * (1 - found) >= 0.1 * gib + 2 + 1 + 1 - 1e-6
+
+
+def test_the_driver_is_asked_for_the_memory(monkeypatch: pytest.MonkeyPatch):
+    def no_driver(name: str):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", no_driver)
+    with pytest.raises(EngineError, match=r"GPU 3 \(libcuda.so.1: .*pass --sglang-mem-fraction-static"):
+        device_memory_bytes(3)
+
+
+@pytest.mark.parametrize(
+    "changes, largest",
+    [
+        ({}, 256),
+        ({"engine": EngineConfig(sglang_server_concurrency=64)}, 64),
+        ({"cluster": ClusterConfig(rollout_num_gpus=3)}, 86),
+        ({"evaluation": EvalConfig(eval_interval=5)}, 512),
+    ],
+    ids=["all samples on one engine", "concurrency is lower", "dealt out over three", "evaluation"],
+)
+def test_graphs_are_captured_for_what_can_run_at_a_time(changes, largest):
+    assert largest_batch(replace(make_config(), **changes)) == largest
+
+
+def test_the_user_decides_about_graphs(fast_kernels):
+    found = options(build_launch(make_config(kind="sglang", cuda_graph_max_bs_decode=32), SLOT).argv[2:])
+    assert found["--cuda-graph-max-bs-decode"] == "32"
+    assert "--cuda-graph-max-bs-decode" not in build_launch(make_config(disable_cuda_graph=True), SLOT).argv
+
+
+def test_a_restarted_engine_gets_the_cache_of_its_first_start(fast_kernels):
+    found = options(build_launch(make_config(colocate=True), replace(SLOT, max_total_tokens=81920)).argv[2:])
+    assert found["--max-total-tokens"] == "81920"
+
+
+def test_requests_that_survive_an_update_must_not_find_old_prefixes(fast_kernels):
+    cfg = replace(make_config(), sync=SyncConfig(pause_generation_mode="retract"))
+    assert "--disable-radix-cache" in build_launch(cfg, SLOT).argv
+    assert "--disable-radix-cache" not in build_launch(make_config(), SLOT).argv
+
+
+def test_an_engine_over_two_nodes_meets_on_the_first(fast_kernels):
+    slot = replace(SLOT, num_gpus=16, num_nodes=2, node_rank=1, dist_init_addr="10.0.0.4:5000")
+    found = options(build_launch(make_config(), slot).argv[2:])
+    assert {name: found[f"--{name}"] for name in ("tp-size", "nnodes", "node-rank", "dist-init-addr")} == {
+        "tp-size": "16",
+        "nnodes": "2",
+        "node-rank": "1",
+        "dist-init-addr": "10.0.0.4:5000",
+    }
+    assert "--nnodes" not in build_launch(make_config(), SLOT).argv
 
 
 def test_what_the_user_passes_replaces_a_default(fast_kernels):

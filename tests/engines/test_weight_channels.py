@@ -1,7 +1,7 @@
 """The trainer's half of a weight update against a running embedded engine: every channel, and the exported checkpoint,
 give the same weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from rlkit.sync.disk import DiskChannel
 from rlkit.sync.engine_calls import EngineCalls
 from rlkit.sync.group import GroupChannel
 from rlkit.sync.ipc import IpcChannel
+from rlkit.sync.reload_check import ReloadCheck
 from rlkit.sync.updater import WeightUpdater, engine_checksums
 from rlkit.types.errors import SyncError
 from rlkit.types.ranks import EngineEndpoint, RankInfo
+from rlkit.types.weights import WeightBucket, WeightSource, WeightSpec
 
 RANK = RankInfo(rank=0, world_size=1, local_rank=0, master_addr="127.0.0.1", master_port=0, device="cpu", num_threads=1)
 SMALL_BUCKET = 4096
@@ -109,9 +111,74 @@ def test_channel_and_exported_checkpoint_give_the_same_weights(embedded, trainer
     assert not list(tmp_path.iterdir())
 
 
+class TornChannel:
+    """A channel that loses tensors on their way."""
+
+    def __init__(self, engine: RunningEngine, lost: set[str]) -> None:
+        self._inner = ipc(engine, Path())
+        self._lost = lost
+
+    def push(self, source: WeightSource, version: int) -> PushReport:
+        lost = self._lost
+
+        class Torn:
+            def specs(self) -> list[WeightSpec]:
+                return source.specs()
+
+            def buckets(self, max_bytes: int) -> Iterator[WeightBucket]:
+                for bucket in source.buckets(max_bytes):
+                    kept = [i for i, spec in enumerate(bucket.specs) if spec.name not in lost]
+                    specs, offsets = [bucket.specs[i] for i in kept], [bucket.offsets[i] for i in kept]
+                    yield WeightBucket(specs=specs, offsets=offsets, flat=bucket.flat)
+
+        return self._inner.push(Torn(), version)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def reload_check(engine: RunningEngine, inner: WeightChannel, folder: Path) -> ReloadCheck:
+    loads = disk(engine, folder / "weights_check")
+    assert isinstance(loads, DiskChannel)
+    return ReloadCheck(inner, loads, RANK, [endpoint(engine, colocated=True)], timeout_s=60.0)
+
+
+def test_a_load_from_disk_confirms_what_was_pushed(embedded, trainer, tmp_path):
+    channel = reload_check(embedded, TornChannel(embedded, set()), tmp_path)
+    report = channel.push(trainer.weights, 8)
+    assert report.num_buckets > 1
+    channel.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_load_from_disk_finds_the_tensor_that_was_lost(embedded, trainer, tmp_path):
+    lost = "model.layers.1.mlp.up_proj.weight"
+    assert lost in {spec.name for spec in trainer.weights.specs()}
+    channel = reload_check(embedded, TornChannel(embedded, {lost}), tmp_path)
+    with pytest.raises(SyncError, match=rf"1 of \d+ tensors of engine .* the first is {lost} of rank 0"):
+        channel.push(trainer.weights, 8)
+    channel.close()
+
+
+def test_one_engine_alone_gets_its_weights_beside_the_others(embedded, trainer, tmp_path):
+    """As after a restart: nothing is paused, and the channel exists for this one push."""
+    channel = group(embedded, tmp_path)
+    updates = updater(embedded, lambda _: pytest.fail("only one engine was to be updated"))
+    updates.push_to(endpoint(embedded, colocated=False), lambda version: channel.push(trainer.weights, version), 12)
+    channel.close()
+    updates.close()
+
+    async def version(_: Any, control: Any) -> int:
+        return (await control.model_info()).weight_version
+
+    assert embedded.run(version) == 12
+
+
 def test_a_wrong_version_is_an_error(embedded):
     def push(version: int) -> PushReport:
-        return PushReport(version=version, num_bytes=0, num_buckets=0, seconds=0.0, checksums=None)
+        return PushReport(
+            version=version, num_bytes=0, num_buckets=0, seconds=0.0, prepare_s=0.0, send_s=0.0, checksums=None
+        )
 
     updates = updater(embedded, push)
     with pytest.raises(SyncError, match="reports weights v7 after an update to v8"):
@@ -127,7 +194,9 @@ def test_different_weights_are_an_error(embedded):
         embedded.run(version_only)
         found = checksums_in(embedded)
         wrong = {**found, next(iter(found)): "0" * 64}
-        return PushReport(version=version, num_bytes=0, num_buckets=0, seconds=0.0, checksums=wrong)
+        return PushReport(
+            version=version, num_bytes=0, num_buckets=0, seconds=0.0, prepare_s=0.0, send_s=0.0, checksums=wrong
+        )
 
     updates = updater(embedded, push)
     with pytest.raises(SyncError, match=r"1 of .* tensors of engine .* differ"):

@@ -13,6 +13,9 @@ import orjson
 import psutil
 import pytest
 
+from rlkit.observability.audit import audit
+from rlkit.observability.ledger import read_ledger
+
 pytestmark = [pytest.mark.loop, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
@@ -115,3 +118,6 @@ def test_nothing_is_left_and_the_next_start_resumes(tiny_model, task, tmp_path, 
     assert again.wait(240.0) == 0, (tmp_path / "console.txt").read_text()
     assert f"continuing at step {last_saved + 1}" in (tmp_path / "console.txt").read_text()
     assert [row["step"] for row in rows(run_dir)] == list(range(last_saved + 3))
+    ledger = audit(read_ledger(run_dir / "ledger.jsonl"))
+    assert ledger.problems == []
+    assert (ledger.attempts, ledger.num_steps, ledger.is_finished) == (2, last_saved + 3, True)

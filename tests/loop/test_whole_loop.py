@@ -3,6 +3,9 @@ checkpoints."""
 
 import pytest
 
+from rlkit.observability.audit import audit
+from rlkit.observability.ledger import read_ledger
+
 pytestmark = pytest.mark.loop
 
 ONE = ("--actor-num-gpus-per-node", 1)
@@ -91,6 +94,9 @@ def test_resume_equals_uninterrupted(run_training):
     assert [row["step"] for row in parts.rows] == [0, 1, 2, 3]
     for metric in ("rollout/reward", "train/loss", "train/grad_norm"):
         assert parts.series(metric) == pytest.approx(whole.series(metric), rel=1e-6), metric
+    ledger = audit(read_ledger(parts.directory / "ledger.jsonl"))
+    assert (ledger.problems, ledger.retrained) == ([], [])
+    assert (ledger.attempts, ledger.num_steps, ledger.num_trained, ledger.num_waiting) == (2, 4, 32, 0)
 
 
 def test_nothing_left_to_do_is_an_error(run_training):

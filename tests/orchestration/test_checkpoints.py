@@ -6,16 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from rlkit.orchestration import manifest as manifest_module
 from rlkit.orchestration.checkpoints import (
     MARKER,
     POINTER,
     CheckpointMeta,
     commit,
+    complete_checkpoints,
     find_checkpoint,
     prune,
     staging_dir,
     start_step,
+    verify,
 )
+from rlkit.orchestration.manifest import read_manifest
 from rlkit.types.errors import CheckpointError
 
 CASES = {
@@ -132,3 +136,55 @@ def test_retention_keeps_the_newest_complete(tmp_path, keep, left):
     half_save(tmp_path, 9)
     prune(tmp_path, keep)
     assert sorted(int(path.parent.name[5:]) for path in tmp_path.glob(f"iter_*/{MARKER}")) == left
+
+
+def test_every_file_is_verified(tmp_path):
+    path = save(tmp_path, 5, next_group_id=3, prompts={"epoch": 1, "drawn": 4})
+    found = find_checkpoint(tmp_path)
+    assert found is not None
+    verify(found)
+    manifest = read_manifest(path)
+    assert manifest is not None
+    assert (manifest.step, manifest.weight_version, manifest.next_group_id) == (5, 6, 3)
+    assert manifest.data_position == {"epoch": 1, "drawn": 4}
+    assert manifest.files.keys() == {"meta.json", "rollout_state.json", "trainer/model"}
+
+
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (lambda file: file.write_text("weightz"), "trainer/model has other content"),
+        (lambda file: file.write_text("weight"), "trainer/model has 6 bytes instead of 7"),
+        (lambda file: file.unlink(), "trainer/model is missing"),
+    ],
+    ids=["a flipped bit", "cut off", "deleted"],
+)
+def test_damaged_files_are_never_loaded(tmp_path, damage, said):
+    save(tmp_path, 3)
+    path = save(tmp_path, 5)
+    damage(path / "trainer" / "model")
+    found = find_checkpoint(tmp_path)
+    assert found is not None
+    with pytest.raises(CheckpointError, match=f"{said}.*--ckpt-step .*iter_0000003"):
+        verify(found)
+
+
+def test_large_files_are_digested_in_pieces(tmp_path, monkeypatch):
+    """The digest depends on every piece, and on their order."""
+    monkeypatch.setattr(manifest_module, "PIECE_BYTES", 4)
+    (tmp_path / "a").write_bytes(b"0123456789")
+    (tmp_path / "b").write_bytes(b"4567012389")
+    (tmp_path / "empty").write_bytes(b"")
+    first = manifest_module.digest_files(tmp_path)
+    assert first["a"].digest != first["b"].digest and first["empty"].num_bytes == 0
+    (tmp_path / "a").write_bytes(b"012345678x")
+    assert manifest_module.digest_files(tmp_path)["a"].digest != first["a"].digest
+
+
+def test_retention_after_a_rewind_keeps_what_was_saved_last(tmp_path):
+    """--ckpt-step 3 with 5 and 7 on the disk: the new 4 is the last good one, whatever else is there."""
+    for step in (3, 5, 7):
+        save(tmp_path, step)
+    save(tmp_path, 4)
+    prune(tmp_path, 1, newest=4)
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["iter_0000004", "iter_0000005", "iter_0000007"]

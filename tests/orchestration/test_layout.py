@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from rlkit.config.schema import ClusterConfig, DebugConfig, RunConfig
+from rlkit.config.schema import ClusterConfig, DebugConfig, EngineConfig, RunConfig
 from rlkit.orchestration.cluster import order_slots
+from rlkit.orchestration.engine_servers import slots_by_node
 from rlkit.orchestration.layout import plan_layout
+from rlkit.types.errors import PlacementError
 
 
 def config(debug: DebugConfig | None = None, **cluster) -> RunConfig:
@@ -62,6 +64,28 @@ def test_slots_are_ordered_by_node_and_gpu():
         ("10.0.0.10", 0, 2),
         ("10.0.0.10", 1, 0),
     ]
+
+
+@pytest.mark.parametrize(
+    "slots, parts",
+    [((0, 1), [(0, 1)]), (tuple(range(8)), [(0, 1, 2, 3), (4, 5, 6, 7)]), ((4, 5), [(4, 5)])],
+    ids=["on one node", "over two", "on the second"],
+)
+def test_an_engine_has_one_part_on_each_of_its_nodes(slots, parts):
+    assert slots_by_node(slots, ["a"] * 4 + ["b"] * 4) == parts
+
+
+def test_the_parts_of_an_engine_are_equal():
+    with pytest.raises(PlacementError, match=r"an engine of 4 GPUs would have 1 \+ 3 of them on its nodes"):
+        slots_by_node((3, 4, 5, 6), ["a"] * 4 + ["b"] * 4)
+
+
+def test_external_engines_take_no_slots():
+    cfg = replace(
+        config(actor_num_gpus_per_node=2), engine=EngineConfig(rollout_external_engine_addrs=("10.0.0.5:30000",))
+    )
+    layout = plan_layout(cfg)
+    assert (layout.num_slots, layout.engines) == (2, ())
 
 
 def test_without_gpus_the_position_on_the_node_counts():

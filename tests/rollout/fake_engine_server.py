@@ -35,6 +35,10 @@ class FakeEngine:
         self.tokens_before_abort = 2
         self.is_holding = False
         """Requests wait until they are aborted."""
+        self.holds: Callable[[dict[str, Any]], bool] = lambda body: False
+        """The same for some requests."""
+        self.spell: Callable[[list[int]], str] | None = None
+        """Text of the ids of an aborted answer; unset, it is that of the whole speech."""
         self.failures: list[int] = []
         """Statuses answered to the next requests instead of a generation."""
         self.hang_s = 0.0
@@ -43,7 +47,9 @@ class FakeEngine:
         self.num_running = 0
         self.peak_running = 0
         self.url = ""
-        self._held: dict[str, asyncio.Event] = {}
+        self.held: dict[str, asyncio.Event] = {}
+        """Request id -> an event that lets it go on; an abort sets it too."""
+        self._cut_off: set[str] = set()
 
     async def generate(self, request: web.Request) -> web.Response:
         body = orjson.loads(await request.read())
@@ -64,12 +70,17 @@ class FakeEngine:
             "stop" if ids[-1] in sampling["stop_token_ids"] and len(ids) <= sampling["max_new_tokens"] else "length"
         )
         ids = ids[: sampling["max_new_tokens"]]
+        stops = tuple(sampling.get("stop") or ())
+        if self.spell is not None and stops and self.spell(ids).endswith(stops):
+            reason, text = "stop", self.spell(ids)[:-1]  # of one character, as engines cut it from the text
         if self.hang_s:
             await asyncio.sleep(self.hang_s)
-        if self.is_holding:
-            event = self._held[body["rid"]] = asyncio.Event()
+        if self.is_holding or self.holds(body):
+            event = self.held[body["rid"]] = asyncio.Event()
             await event.wait()
-            ids, reason = ids[: self.tokens_before_abort], "abort"
+            if body["rid"] in self._cut_off:
+                ids, reason = ids[: self.tokens_before_abort], "abort"
+                text = text if self.spell is None else self.spell(ids)
         dice = random.Random(sampling["sampling_seed"])
         return {
             "text": text,
@@ -85,11 +96,18 @@ class FakeEngine:
             },
         }
 
+    def cut_off_all(self) -> None:
+        """What a pause in abort mode does: nobody of the rollout asked for it."""
+        for rid, event in self.held.items():
+            self._cut_off.add(rid)
+            event.set()
+
     async def abort(self, request: web.Request) -> web.Response:
         body = orjson.loads(await request.read())
         self.aborts.append(body)
-        for rid, event in self._held.items():
+        for rid, event in self.held.items():
             if body["abort_all"] or rid.startswith(body["rid"]):
+                self._cut_off.add(rid)
                 event.set()
         return web.Response()
 

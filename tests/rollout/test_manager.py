@@ -337,7 +337,7 @@ def test_unscored_evaluation_samples_are_counted_not_zeroed(make_run: MakeRun, t
 def test_an_evaluation_without_any_score_is_an_error(make_run: MakeRun, tmp_path: Path):
     source = "def reward(response, label, metadata):\n    return None\n"
     cfg = make_run(evaluation=eval_section(tmp_path), reward=custom_reward(tmp_path, source))
-    with pytest.raises(RewardError, match=r"--eval-prompt-data small: none of 4 samples .*4 completed.*None"):
+    with pytest.raises(RewardError, match=r"evaluation set small: none of 4 samples .*4 completed.*None"):
         run(evaluation(cfg, tmp_path, FakeEngine(speech=calculator())))
 
 
@@ -371,9 +371,9 @@ def test_grading_starts_while_other_samples_still_generate(
     graded: list[int] = []
     grade = GraderPool.grade
 
-    async def recorded(pool: GraderPool, sample: Sample, *, evaluation: bool = False) -> GradeResult:
+    async def recorded(pool: GraderPool, sample: Sample, **options: Any) -> GradeResult:
         graded.append(engine.num_running)
-        return await grade(pool, sample, evaluation=evaluation)
+        return await grade(pool, sample, **options)
 
     monkeypatch.setattr(GraderPool, "grade", recorded)
     run(rollouts(make_run(), tmp_path, engine, steps=range(1)))

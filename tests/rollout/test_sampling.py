@@ -1,9 +1,11 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlkit.config.eval_sets import eval_sets
 from rlkit.config.schema import EngineConfig, EvalConfig, ModelConfig, RolloutConfig, RunConfig
 from rlkit.rollout.sampling import context_limit, eval_sampling, rollout_sampling
 from rlkit.types.errors import ConfigError
@@ -26,12 +28,17 @@ def test_rollout_sampling_takes_every_flag_and_the_models_end_ids():
 
 
 def test_eval_sampling_falls_back_to_the_rollouts():
-    assert eval_sampling(RunConfig(rollout=ROLLOUT), {2}) == rollout_sampling(RunConfig(rollout=ROLLOUT), {2})
+    cfg = RunConfig(rollout=ROLLOUT, evaluation=EvalConfig(eval_prompt_data=("a", "a.jsonl")))
+    assert eval_sampling(cfg, {2}, eval_sets(cfg)[0]) == rollout_sampling(cfg, {2})
 
 
 def test_eval_overrides_win_also_where_they_are_zero():
-    overrides = EvalConfig(eval_temperature=0.0, eval_top_p=1.0, eval_top_k=-1, eval_max_response_len=5)
-    sampling = eval_sampling(RunConfig(rollout=ROLLOUT, evaluation=overrides), {2})
+    pair = ("a", "a.jsonl")
+    overrides = EvalConfig(
+        eval_prompt_data=pair, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=-1, eval_max_response_len=5
+    )
+    cfg = RunConfig(rollout=ROLLOUT, evaluation=overrides)
+    sampling = eval_sampling(cfg, {2}, eval_sets(cfg)[0])
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens) == (0.0, 1.0, -1, 5)
     assert sampling.stop_token_ids == (2, 3, 9)
 
@@ -86,3 +93,10 @@ def test_context_limit(
 def test_a_checkpoint_without_config_is_a_config_error(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"--hf-checkpoint: .*config\.json"):
         context_limit(RunConfig(model=ModelConfig(hf_checkpoint=str(tmp_path))))
+
+
+def test_only_training_rollouts_run_past_the_end_of_sequence():
+    evaluation = EvalConfig(eval_prompt_data=("a", "a.jsonl"))
+    cfg = RunConfig(rollout=replace(ROLLOUT, rollout_ignore_eos=True), evaluation=evaluation)
+    assert rollout_sampling(cfg, {2}).ignore_eos
+    assert not eval_sampling(cfg, {2}, eval_sets(cfg)[0]).ignore_eos

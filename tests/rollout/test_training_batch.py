@@ -3,8 +3,16 @@ import torch
 from managed_rollouts import bug_case
 
 from rlkit.algo.batching import pack
+from rlkit.config.schema import AlgoConfig, RolloutConfig, RunConfig
 from rlkit.rollout.collect import Collected
-from rlkit.rollout.training_batch import check_trainable, groups_by_rank, untrained_reason
+from rlkit.rollout.training_batch import (
+    build_shards,
+    check_trainable,
+    flatten,
+    groups_by_rank,
+    shaping_metrics,
+    untrained_reason,
+)
 from rlkit.types.batches import Update
 from rlkit.types.errors import EngineError
 from rlkit.types.samples import Prompt, Sample, SampleGroup, SampleStatus
@@ -47,7 +55,7 @@ def test_pk07_what_a_rank_holds_is_found_by_sample_id():
             )
             for members in micro
         ]
-        shards.append([Update(micro_batches=packed, num_loss_tokens=1, num_samples=6)])
+        shards.append([Update(micro_batches=packed, num_loss_tokens=1, num_samples=6, num_rollouts=6)])
     assert groups_by_rank(groups, shards) == [sorted(partition) for partition in partitions]
 
     per_rank = []
@@ -88,3 +96,35 @@ def test_the_message_counts_every_reason():
     ]
     with pytest.raises(EngineError, match=r"step 4: none of 3 samples .*2 aborted, 1 failed.*connection refused"):
         check_trainable(groups, Collected(engine_error="connection refused"), step=4, require_reward=True)
+
+
+def rollout_config(**changes: object) -> RunConfig:
+    algo = AlgoConfig(**changes)  # pyright: ignore[reportArgumentType]
+    rollout = RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_response_len=8)
+    return RunConfig(algo=algo, rollout=rollout)
+
+
+def test_overlong_answers_are_punished_before_they_are_compared():
+    """Rewards 1 and 1: only the length tells them apart. 8 of at most 8 tokens, the last 4 of them punished."""
+    cfg = rollout_config(overlong_buffer_len=4, overlong_penalty_factor=0.5, disable_grpo_std_normalization=True)
+    groups = [group_of(one_sample(0, 8), one_sample(0, 4, index=1)), group_of(one_sample(1, 8, reward=None))]
+    (batch,) = build_shards(cfg, groups, dp=1)[0][0].micro_batches
+    assert dict(zip(batch.sample_ids_S.tolist(), batch.advantages_S.tolist(), strict=True)) == {0: -0.25, 1: 0.25}
+    assert shaping_metrics(cfg, groups) == {"rollout/overlong_penalty": -0.25}
+    assert [sample.reward for sample in flatten(groups)] == [1.0, 1.0, None], "reported rewards are the grader's"
+    assert shaping_metrics(rollout_config(), groups) == {}
+
+
+def test_a_constant_length_reaches_the_weights():
+    groups = [group_of(one_sample(0, 2), one_sample(0, 4, index=1, reward=0.0))]
+    (batch,) = build_shards(rollout_config(loss_constant_length=10), groups, dp=1)[0][0].micro_batches
+    assert batch.loss_weight_T[batch.loss_mask_T].tolist() == pytest.approx([1 / 20] * 6)
+
+
+def test_samples_of_one_rollout_share_its_advantage():
+    cfg = rollout_config(advantage_estimator="rloo")
+    groups = [group_of(one_sample(0, 2), one_sample(0, 3), one_sample(0, 4, index=1, reward=0.0))]
+    (batch,) = build_shards(cfg, groups, dp=1)[0][0].micro_batches
+    found = dict(zip(batch.sample_ids_S.tolist(), batch.advantages_S.tolist(), strict=True))
+    assert found == {0: 1.0, 1: 1.0, 2: -1.0}
+    assert dict(zip(batch.sample_ids_S.tolist(), batch.rollouts_S.tolist(), strict=True)) == {0: 0, 1: 0, 2: 1}

@@ -17,11 +17,9 @@ No T x T mask or score matrix exists on any path, and a packed row costs what it
 
 import importlib
 import importlib.util
-import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cache
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -30,6 +28,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from rlkit.backends.fsdp.attention_op import (
+    NO_WINDOW,
+    AttentionKernel,
+    by_autograd,
+    new_handle,
+    packed_attention,
+    register_kernel,
+)
+from rlkit.backends.fsdp.context_attention import ContextLayout, attend_in_context, dense_stretch
+from rlkit.backends.fsdp.kernels import (
+    fa2,
+    fa2_stretch,
+    fa3,
+    has_flash_attn,
+    has_flash_attn_3,
+    has_varlen,
+    varlen,
+    varlen_stretch,
+)
 from rlkit.types.errors import ConfigError
 
 BUCKET_SLACK = 16
@@ -45,13 +62,17 @@ bare work.
 
 class PackedAttention(StrEnum):
     FA2 = "rlkit_packed_fa2"
+    FA3 = "rlkit_packed_fa3"
     VARLEN = "rlkit_packed_varlen"
     SDPA = "rlkit_packed_dense"
     REFERENCE = "rlkit_packed_reference"
 
 
 def choose_attention(
-    requested: Literal["auto", "flash_attention_2", "sdpa", "eager"], *, device: torch.device, dtype: torch.dtype
+    requested: Literal["auto", "flash_attention_2", "flash_attention_3", "sdpa", "eager"],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> PackedAttention:
     """The implementation that `--attn-implementation` means on this device. Raises ConfigError where it cannot run."""
     has_kernels = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
@@ -60,25 +81,27 @@ def choose_attention(
             return PackedAttention.REFERENCE
         case "sdpa":
             return PackedAttention.SDPA
-        case "flash_attention_2":
+        case "flash_attention_2" | "flash_attention_3":
             if not has_kernels:
                 raise ConfigError(
-                    "--attn-implementation flash_attention_2 needs CUDA and bfloat16, but the trainer computes in "
+                    f"--attn-implementation {requested} needs CUDA and bfloat16, but the trainer computes in "
                     f"{dtype} on {device.type}; use --attn-implementation auto or sdpa"
                 )
-            if not _has_flash_attn():
+            is_third = requested == "flash_attention_3"
+            if not (has_flash_attn_3() if is_third else has_flash_attn()):
+                module = "flash_attn_interface" if is_third else "flash_attn.flash_attn_interface"
                 raise ConfigError(
-                    "--attn-implementation flash_attention_2 needs the package flash-attn, which is not installed "
-                    "(flash_attn.flash_attn_interface); use --attn-implementation auto for torch's own kernel"
+                    f"--attn-implementation {requested} needs the package flash-attn, which is not installed "
+                    f"({module}); use --attn-implementation auto for torch's own kernel"
                 )
-            return PackedAttention.FA2
+            return PackedAttention.FA3 if is_third else PackedAttention.FA2
         case "auto":
-            if has_kernels and _has_flash_attn():
+            if has_kernels and has_flash_attn():
                 return PackedAttention.FA2
-            return PackedAttention.VARLEN if has_kernels and _has_varlen() else PackedAttention.SDPA
+            return PackedAttention.VARLEN if has_kernels and has_varlen() else PackedAttention.SDPA
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True, eq=False)
 class PackedLayout:
     """Where the sequences of one packed row lie. Made on the CPU once a micro-batch."""
 
@@ -91,6 +114,11 @@ class PackedLayout:
     )
     slot_of_token: Tensor  # int64 [T]
     padding_slots: Tensor  # int64 [number of padding slots]
+    context: ContextLayout | None = None  # which part of the row this rank holds, under context parallelism
+    handle: Tensor = field(init=False, repr=False)  # int64 [1] on the CPU; stands for the layout in a compiled graph
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", new_handle(self))
 
     @property
     def is_one_dense_block(self) -> bool:
@@ -106,6 +134,7 @@ class PackedLayout:
             token_of_slot=self.token_of_slot.to(device, non_blocking=True),
             slot_of_token=self.slot_of_token.to(device, non_blocking=True),
             padding_slots=self.padding_slots.to(device, non_blocking=True),
+            context=None if self.context is None else self.context.to(device),
         )
 
 
@@ -158,11 +187,14 @@ def register_attention() -> None:
     """Make the implementations known to transformers. Calling it again changes nothing."""
     for name, attend in {
         PackedAttention.FA2: _fa2,
+        PackedAttention.FA3: _fa3,
         PackedAttention.VARLEN: _varlen,
         PackedAttention.SDPA: _dense,
         PackedAttention.REFERENCE: _reference,
     }.items():
-        AttentionInterface.register(name.value, _as_transformers_attention(attend))
+        AttentionInterface.register(name.value, _as_transformers_attention(name.value, attend))
+        register_kernel(name.value, by_autograd(attend))
+    register_kernel(PackedAttention.FA2.value, AttentionKernel(_fa2_forward, _fa2_backward, keeps_lse=True))
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, PackedLayout, float, int | None], Tensor]
@@ -171,7 +203,7 @@ a token see itself and the w - 1 before it; None is all of its sequence.
 """
 
 
-def _as_transformers_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
+def _as_transformers_attention(kind: str, attend: Attend) -> Callable[..., tuple[Tensor, None]]:
     def attention(
         module: torch.nn.Module,
         query: Tensor,  # [1, H, T, D]
@@ -190,9 +222,12 @@ def _as_transformers_attention(attend: Attend) -> Callable[..., tuple[Tensor, No
                     f"this model's attention uses {name}, which the packed attention of the FSDP backend lacks"
                 )
         assert attention_mask is None and query.shape[0] == 1
-        window = sliding_window if sliding_window is not None and sliding_window < packed_layout.max_seqlen else None
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        if torch.compiler.is_compiling():
+            width = NO_WINDOW if sliding_window is None else sliding_window
+            return packed_attention(q, k, v, packed_layout.handle, kind, scale, width)[0][None], None
+        window = sliding_window if sliding_window is not None and sliding_window < packed_layout.max_seqlen else None
         return attend(q, k, v, packed_layout, scale, window)[None], None
 
     return attention
@@ -219,6 +254,8 @@ class _Rows(torch.autograd.Function):
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int | None) -> Tensor:
+    if layout.context is not None:
+        return attend_in_context(q, k, v, layout.context, scale, window, dense_stretch)
     if layout.is_one_dense_block:
         (num, longest) = layout.buckets[0]
         blocks = [[x.reshape(num, longest, *x.shape[1:]) for x in (q, k, v)]]
@@ -253,6 +290,8 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int | None) -> Tensor:
+    if layout.context is not None:
+        return attend_in_context(q, k, v, layout.context, scale, window, dense_stretch)
     repeats = q.shape[1] // k.shape[1]
     outputs = []
     for query, key, value in zip(*(x.split(layout.lengths) for x in (q, k, v)), strict=True):
@@ -267,53 +306,63 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: flo
 def _fa2(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int | None) -> Tensor:
     if window is not None:
         # flash-attn can be built without windows, and such a build ignores them in silence
-        return (_varlen if _has_varlen() else _dense)(q, k, v, layout, scale, window)
-    kernel = importlib.import_module("flash_attn.flash_attn_interface").flash_attn_varlen_func
-    return kernel(
-        q,
-        k,
-        v,
-        layout.cu_seqlens,
-        layout.cu_seqlens,
-        layout.max_seqlen,
-        layout.max_seqlen,
+        return (_varlen if has_varlen() else _dense)(q, k, v, layout, scale, window)
+    if layout.context is not None:
+        return attend_in_context(q, k, v, layout.context, scale, None, fa2_stretch)
+    return fa2(q, k, v, layout.cu_seqlens, layout.cu_seqlens, layout.max_seqlen, layout.max_seqlen, scale)
+
+
+def _fa3(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int | None) -> Tensor:
+    if window is not None:
+        return _varlen(q, k, v, layout, scale, window)
+    assert layout.context is None, "a rule refuses it"
+    return fa3(q, k, v, layout.cu_seqlens, layout.max_seqlen, scale)
+
+
+def _fa2_forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp [H, T]). Heads whose size is no multiple of 8, and windows, take the differentiable way."""
+    if window is not None or q.shape[-1] % 8 or layout.context is not None:
+        return _fa2(q, k, v, layout, scale, window), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    kernel = importlib.import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_forward
+    ends, longest = layout.cu_seqlens, layout.max_seqlen
+    out, lse, _, _ = kernel(q, k, v, ends, ends, longest, longest, 0.0, scale, True)
+    return out, lse
+
+
+def _fa2_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: PackedLayout,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if window is not None or q.shape[-1] % 8 or layout.context is not None:
+        return by_autograd(_fa2).backward(grad, q, k, v, out, lse, layout, scale, window)
+    kernel = importlib.import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    kernel(
+        *(grad, q, k, v, out, lse, dq, dk, dv),
+        *(layout.cu_seqlens, layout.cu_seqlens, layout.max_seqlen, layout.max_seqlen),
+        dropout_p=0.0,
         softmax_scale=scale,
         causal=True,
+        window_size_left=-1,
+        window_size_right=-1,
+        softcap=0.0,
+        alibi_slopes=None,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
+    return dq, dk, dv
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, window: int | None) -> Tensor:
-    kernel, arguments = _varlen_kernel()
-    repeats = q.shape[1] // k.shape[1]
-    options: dict[str, Any] = {"window_size": (-1, 0) if window is None else (window - 1, 0)}
-    if repeats > 1 and "enable_gqa" in arguments:
-        options["enable_gqa"] = True
-    elif repeats > 1:
-        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    if "scale" in arguments:
-        options["scale"] = scale
-    else:
-        q = q * (scale * q.shape[-1] ** 0.5)  # the kernel divides by sqrt(D) itself
+    if layout.context is not None:
+        return attend_in_context(q, k, v, layout.context, scale, window, varlen_stretch)
     ends, longest = layout.cu_seqlens, layout.max_seqlen
-    return kernel(q, k, v, ends, ends, longest, longest, **options)
-
-
-@cache
-def _varlen_kernel() -> tuple[Callable[..., Tensor], frozenset[str]]:
-    """torch's kernel and the names of its arguments: torch 2.13 demands `enable_gqa=True` for grouped heads, 2.11
-    does not know it.
-    """
-    kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    return kernel, frozenset(inspect.signature(kernel).parameters)
-
-
-def _has_varlen() -> bool:
-    return importlib.util.find_spec("torch.nn.attention.varlen") is not None
-
-
-def _has_flash_attn() -> bool:
-    """Asks for the interface module: `flash_attn` alone may be a namespace that another package leaves behind."""
-    if importlib.util.find_spec("flash_attn") is None:
-        return False
-    return importlib.util.find_spec("flash_attn.flash_attn_interface") is not None
+    return varlen(q, k, v, ends, ends, longest, longest, scale, window)

@@ -3,37 +3,45 @@ happens in a step.
 """
 
 import logging
+import os
 import resource
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from rlkit.backends.fsdp.attention import choose_attention
-from rlkit.backends.fsdp.checkpoint import load_checkpoint, save_checkpoint
+from rlkit.backends.fsdp.checkpoint import BackgroundWrite, copy_state, load_checkpoint, tensors_to_save, write
+from rlkit.backends.fsdp.compilation import is_compiled, keep_compiled_code
 from rlkit.backends.fsdp.export import export_hf
+from rlkit.backends.fsdp.fingerprint import live_sums
 from rlkit.backends.fsdp.loading import CheckpointReader
+from rlkit.backends.fsdp.memory import choose_blocks
 from rlkit.backends.fsdp.model import (
+    BlockPlan,
     ScoringModel,
     build_model,
-    fsdp,
     load_hf_weights,
     local_shard,
     max_positions,
     named_shards,
+    reshard,
 )
 from rlkit.backends.fsdp.optimizer import ShardOptimizer, decay_steps
-from rlkit.backends.fsdp.sleep import HostSwap
+from rlkit.backends.fsdp.sleep import ALIGNMENT, Copied, HostSwap
 from rlkit.backends.fsdp.trainer import MicroBatch, Trainer, micro_batch
 from rlkit.backends.fsdp.weights import FsdpWeights
 from rlkit.config.schema import RunConfig
 from rlkit.dist.collectives import max_over_data
-from rlkit.dist.groups import RankMesh, init_process_group
+from rlkit.dist.groups import RankMesh, cpu_mesh, init_process_group, new_cpu_group
 from rlkit.observability.spans import SpanName, Spans
 from rlkit.types.batches import Update
 from rlkit.types.errors import ConfigError, TrainError
@@ -54,19 +62,39 @@ class BackendState(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenModel:
+    """A model that scores and is never trained: reference or teacher. On the GPU only while it scores."""
+
+    column: Literal["ref_logp_T", "teacher_logp_T"]
+    """Field of `PackedBatch` that it fills."""
+    model: ScoringModel
+    swap: HostSwap
+
+    def rest(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            self.swap.offload(_local_shards(self.model))
+            torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
     """What exists from `init` on."""
 
     cfg: RunConfig
     mesh: RankMesh
     policy: ScoringModel
-    reference: ScoringModel | None
+    frozen: list[FrozenModel]
     optimizer: ShardOptimizer
     trainer: Trainer
     source: CheckpointReader
     weights: FsdpWeights
     swap: HostSwap
-    reference_swap: HostSwap
+    stage: HostSwap
+    """Where `--async-save` keeps its copy. A save that is waited for borrows the buffer of `swap`."""
+    host_mesh: DeviceMesh
+    """The ranks, for copies of shards in host memory."""
+    save_group: ProcessGroup | None
+    """Of the thread that writes with `--async-save`."""
     spans: Spans
     max_positions: int | None
 
@@ -77,6 +105,8 @@ class FsdpBackend:
     def __init__(self) -> None:
         self._state = BackendState.NEW
         self._built: _Parts | None = None
+        self._write: BackgroundWrite | None = None
+        self._moved: MetricSet = {}
 
     @property
     def weights(self) -> WeightSource:
@@ -89,7 +119,10 @@ class FsdpBackend:
         if rank.device == "cpu":
             torch.set_num_threads(rank.num_threads)
         torch.manual_seed(cfg.train.seed + rank.rank)
-        mesh = init_process_group(rank, timeout_s=60.0 * cfg.train.distributed_timeout_minutes)
+        timeout_s = 60.0 * cfg.train.distributed_timeout_minutes
+        mesh = init_process_group(rank, timeout_s=timeout_s)
+        if is_compiled(cfg.train.torch_compile, mesh.device):
+            keep_compiled_code(os.environ)
         dtype = compute_dtype(cfg.model.dtype, rank.device)
         source = CheckpointReader(Path(cfg.model.hf_checkpoint))
         policy = _build(cfg, source, mesh, dtype, trainable=True, load_weights=resume_from is None)
@@ -100,16 +133,15 @@ class FsdpBackend:
                 resume_from, policy, optimizer, mesh, with_optimizer=not cfg.checkpoint.no_load_optim
             )
         _check_scoring(policy, mesh, dtype)
-        reference = None
-        if cfg.needs_reference:
-            path = Path(cfg.model.ref_load or cfg.model.hf_checkpoint)
-            reference = _build(cfg, CheckpointReader(path), mesh, dtype, trainable=False, load_weights=True)
-        spans, swap = Spans(), HostSwap()
+        frozen = list(_frozen_models(cfg, mesh, dtype))
+        spans, swap, stage = Spans(), HostSwap(mesh.device), HostSwap(mesh.device)
+        if mesh.device.type == "cuda":
+            _reserve_host_memory(cfg, policy, swap, stage)
         self._built = _Parts(
             cfg=cfg,
             mesh=mesh,
             policy=policy,
-            reference=reference,
+            frozen=frozen,
             optimizer=optimizer,
             trainer=Trainer(
                 cfg,
@@ -123,15 +155,17 @@ class FsdpBackend:
             source=source,
             weights=FsdpWeights(policy, mesh, dtype_of=dtype, read=swap.host_view),
             swap=swap,
-            reference_swap=HostSwap(),
+            stage=stage,
+            host_mesh=cpu_mesh(mesh),
+            save_group=new_cpu_group(timeout_s=timeout_s) if cfg.checkpoint.async_save else None,
             spans=spans,
             max_positions=max_positions(policy.config),
         )
         self._state = BackendState.AWAKE
-        self._rest_reference(self._built)
         return InitReport(
             num_params=sum(shard.numel() for _, shard in named_shards(policy)),
             resumed_step=meta.step if meta else None,
+            memory_plan=policy.plan.sentence,
             seconds=time.perf_counter() - start,
         )
 
@@ -152,36 +186,76 @@ class FsdpBackend:
         }
         if useful:
             with parts.spans(SpanName.TRAIN):
-                prepared = [[micro_batch(batch) for batch in update.micro_batches] for update in useful]
-                prepared = self._with_reference(parts, prepared)
+                prepared = [
+                    # uploaded at once: a few megabytes, and nothing has to be copied inside the loops
+                    [micro_batch(batch, parts.mesh).to(parts.mesh.device) for batch in update.micro_batches]
+                    for update in useful
+                ]
+                prepared = self._with_frozen(parts, prepared)
                 prepared = self._with_old(parts, prepared)
+                prepared = parts.trainer.finish(prepared, num_rollouts=[update.num_rollouts for update in useful])
                 metrics |= parts.trainer.train(step, prepared, num_loss_tokens=num_loss_tokens)
-        return metrics | parts.spans.drain() | _peak_memory(parts.mesh)
+        moved, self._moved = self._moved, {}
+        return metrics | moved | parts.spans.drain() | _peak_memory(parts.mesh)
 
     def save(self, step: int, directory: Path, *, hf_directory: Path | None) -> None:
         parts = self._parts("save", BackendState.AWAKE)
-        save_checkpoint(
-            directory,
-            parts.policy,
-            parts.optimizer,
+        self.finish_save()
+        is_async = parts.cfg.checkpoint.async_save
+        copies = parts.stage if is_async else parts.swap
+        tensors = tensors_to_save(parts.policy, parts.optimizer)
+        if is_async or parts.mesh.device.type == "cuda":
+            copies.hold([*_local_shards(parts.policy), *parts.optimizer.state_tensors()])
+        state = copy_state(
+            tensors,
             parts.mesh,
+            copies.host_view,
+            host_mesh=parts.host_mesh,
             step=step,
             optimizer_steps=parts.trainer.optimizer_steps,
         )
+        if is_async:
+            self._write = BackgroundWrite(partial(write, directory, state, parts.mesh, group=parts.save_group))
+        else:
+            try:
+                write(directory, state, parts.mesh)
+            finally:
+                copies.release()
         if hf_directory is not None:
             export_hf(parts.policy, parts.mesh, parts.source, hf_directory)
+
+    def is_save_done(self) -> bool:
+        return self._write is None or self._write.is_done
+
+    def finish_save(self) -> None:
+        if self._write is None:
+            return
+        parts = self._parts("finish a save", BackendState.AWAKE, BackendState.ASLEEP)
+        pending, self._write = self._write, None
+        try:
+            pending.wait()
+        finally:
+            parts.stage.release()
+
+    def fingerprint(self) -> dict[str, int]:
+        parts = self._parts("take fingerprints", BackendState.AWAKE)
+        return live_sums(parts.policy, parts.optimizer, parts.mesh)
 
     def sleep(self) -> None:
         parts = self._parts("sleep", BackendState.AWAKE)
         parts.optimizer.zero_grad()
         if parts.mesh.device.type == "cuda":
-            parts.swap.offload([*_local_shards(parts.policy), *parts.optimizer.state_tensors()])
-            torch.cuda.empty_cache()
+            copied = parts.swap.offload([*_local_shards(parts.policy), *parts.optimizer.state_tensors()])
+            _free_what_is_left()
+            self._moved |= _move_metrics("sleep", copied)
+            self._moved["sleep/gpu_reserved_bytes"] = float(torch.cuda.memory_reserved())
         self._state = BackendState.ASLEEP
 
     def wake_up(self) -> None:
         parts = self._parts("wake up", BackendState.ASLEEP)
-        parts.swap.restore()
+        copied = parts.swap.restore()
+        if copied.num_bytes > 0:
+            self._moved |= _move_metrics("wake", copied)
         self._state = BackendState.AWAKE
 
     def _parts(self, action: str, *states: BackendState) -> _Parts:
@@ -189,30 +263,20 @@ class FsdpBackend:
             raise TrainError(f"cannot {action}: the backend is {self._state}, it must be {' or '.join(states)}")
         return self._built
 
-    def _with_reference(self, parts: _Parts, updates: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
-        if parts.reference is None:
-            return updates
-        parts.reference_swap.restore()
-        scored = [
-            _with(updates_of, "ref_logp_T", parts.trainer.score(parts.reference, updates_of)) for updates_of in updates
-        ]
-        self._rest_reference(parts)
-        return scored
-
-    def _rest_reference(self, parts: _Parts) -> None:
-        """The reference is on the GPU only while it scores."""
-        if parts.reference is not None and parts.mesh.device.type == "cuda":
-            parts.reference_swap.offload(_local_shards(parts.reference))
-            torch.cuda.empty_cache()
+    def _with_frozen(self, parts: _Parts, updates: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
+        for frozen in parts.frozen:
+            frozen.swap.restore()
+            updates = [_with(step, frozen.column, parts.trainer.score(frozen.model, step)) for step in updates]
+            frozen.rest(parts.mesh.device)
+        return updates
 
     def _with_old(self, parts: _Parts, updates: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
-        """Score the updates whose policy will have moved: all but the first, whose old log-probs equal the current
-        ones by construction.
-        """
-        if parts.cfg.is_sft or parts.cfg.algo.use_rollout_logprobs:
-            return updates
-        scored = [_with(update, "old_logp_T", parts.trainer.score(parts.policy, update)) for update in updates[1:]]
-        return [updates[0], *scored]
+        """Score the policy before it moves, where the objective has to know: `Objective.needs_old`."""
+        needs_old = parts.trainer.objective.needs_old
+        return [
+            _with(step, "old_logp_T", parts.trainer.score(parts.policy, step)) if needs_old(number) else step
+            for number, step in enumerate(updates)
+        ]
 
 
 def compute_dtype(dtype: Literal["auto", "float32", "bfloat16"], device: Literal["cpu", "cuda"]) -> torch.dtype:
@@ -220,6 +284,22 @@ def compute_dtype(dtype: Literal["auto", "float32", "bfloat16"], device: Literal
     if dtype == "auto":
         return torch.bfloat16 if device == "cuda" else torch.float32
     return torch.float32 if dtype == "float32" else torch.bfloat16
+
+
+def _frozen_models(cfg: RunConfig, mesh: RankMesh, dtype: torch.dtype) -> Iterator[FrozenModel]:
+    """Reference and teacher, as the objective needs them, at rest. Collective."""
+    wanted: list[tuple[Literal["ref_logp_T", "teacher_logp_T"], str]] = []
+    if cfg.needs_reference:
+        wanted.append(("ref_logp_T", cfg.model.ref_load or cfg.model.hf_checkpoint))
+    if cfg.needs_teacher:
+        assert cfg.distill.opd_teacher_load is not None
+        wanted.append(("teacher_logp_T", cfg.distill.opd_teacher_load))
+    for column, path in wanted:
+        model = _build(cfg, CheckpointReader(Path(path)), mesh, dtype, trainable=False, load_weights=True)
+        _check_scoring(model, mesh, dtype)
+        frozen = FrozenModel(column=column, model=model, swap=HostSwap(mesh.device))
+        frozen.rest(mesh.device)
+        yield frozen
 
 
 def _build(
@@ -232,6 +312,12 @@ def _build(
     load_weights: bool,
 ) -> ScoringModel:
     attention = choose_attention(cfg.model.attn_implementation, device=mesh.device, dtype=dtype)
+
+    def plan(model: ScoringModel) -> BlockPlan:
+        if not trainable:
+            return BlockPlan(is_compiled=is_compiled(cfg.train.torch_compile, mesh.device))
+        return choose_blocks(cfg, model, mesh, dtype)
+
     model = build_model(
         source.path,
         cfg.model,
@@ -239,7 +325,7 @@ def _build(
         attention=attention,
         compute_dtype=dtype,
         trainable=trainable,
-        gradient_checkpointing=trainable and cfg.train.gradient_checkpointing,
+        plan=plan,
     )
     if load_weights:
         load_hf_weights(model, source, mesh)
@@ -253,7 +339,7 @@ def _check_scoring(policy: ScoringModel, mesh: RankMesh, dtype: torch.dtype) -> 
     count = min(NUM_CHECKED_TOKENS, policy.config.get_text_config().vocab_size)
     with torch.no_grad():
         gap = policy.check_scoring(torch.arange(count, device=mesh.device))
-    fsdp(policy).reshard()
+    reshard(policy)
     if not gap <= MAX_SCORING_GAP[dtype]:
         raise ConfigError(
             f"{type(policy.hf_model).__name__} changes its logits after the head: log-probs differ by {gap:.3g}; "
@@ -280,6 +366,26 @@ def _with(micro_batches: list[MicroBatch], name: str, values: list[Tensor]) -> l
 def _local_shards(model: ScoringModel) -> Iterator[Tensor]:
     for _, shard in named_shards(model):
         yield local_shard(shard)
+
+
+def _reserve_host_memory(cfg: RunConfig, policy: ScoringModel, swap: HostSwap, stage: HostSwap) -> None:
+    """Begin to pin what sleeping and saving will fill: masters and two moments of their size."""
+    shards = list(_local_shards(policy))
+    room = 3 * sum(shard.nbytes for shard in shards) + 8 * ALIGNMENT * len(shards)
+    if cfg.cluster.colocate and cfg.starts_engines:
+        swap.reserve(room)
+    if cfg.checkpoint.async_save:
+        stage.reserve(room)
+
+
+def _free_what_is_left() -> None:
+    """Give back what this process would keep for later: workspaces of matrix products, cached blocks."""
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+def _move_metrics(name: str, copied: Copied) -> MetricSet:
+    return {f"{name}/num_bytes": float(copied.num_bytes), f"{name}/gb_per_s": copied.gb_per_s}
 
 
 def _peak_memory(mesh: RankMesh) -> MetricSet:

@@ -3,19 +3,29 @@
 <directory>/dcp/            model, moments and step counts, in torch's format that any number of ranks can read
            /rng_rank<r>.pt  random state of each rank
            /trainer.json    step, optimizer steps, ranks; written last
+
+A save has two halves. `copy_state` takes a copy in host memory, which is all that training has to wait for; `write`
+brings it to the disk, in the same thread or, with `--async-save`, in another.
 """
 
 import json
 import logging
-from collections.abc import Mapping
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from rlkit.backends.fsdp.model import ScoringModel, named_persistent_buffers, named_shards
 from rlkit.backends.fsdp.optimizer import ShardOptimizer
@@ -40,19 +50,127 @@ class TrainerMeta:
     format: int = FORMAT
 
 
-def save_checkpoint(
-    directory: Path, model: ScoringModel, optimizer: ShardOptimizer, mesh: RankMesh, *, step: int, optimizer_steps: int
-) -> None:
-    """Write everything. Collective; returns when all ranks are done."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateCopy:
+    """What one rank saves, as it was when it was copied."""
+
+    tensors: Mapping[str, Tensor]
+    """Shards as DTensors, the rest whole; on the CPU."""
+    rng: Mapping[str, Tensor]
+    meta: TrainerMeta
+
+
+def tensors_to_save(model: ScoringModel, optimizer: ShardOptimizer) -> dict[str, Tensor]:
+    return {**_model_state(model), **optimizer.sharded_state()}
+
+
+def copy_state(
+    tensors: Mapping[str, Tensor],
+    mesh: RankMesh,
+    read: Callable[[Tensor], Tensor],
+    *,
+    host_mesh: DeviceMesh,
+    step: int,
+    optimizer_steps: int,
+) -> StateCopy:
+    """`read` gives the host copy of a plain tensor (`HostSwap.hold` made it), or the tensor itself. `host_mesh` is
+    `cpu_mesh`'s.
+    """
+    return StateCopy(
+        tensors={name: _on_host(tensor, host_mesh, read) for name, tensor in tensors.items()},
+        rng=_rng_state(mesh.device),
+        meta=TrainerMeta(step=step, optimizer_steps=optimizer_steps, world_size=mesh.shard_size),
+    )
+
+
+def _on_host(tensor: Tensor, host_mesh: DeviceMesh, read: Callable[[Tensor], Tensor]) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return read(tensor)
+    return DTensor.from_local(
+        read(tensor.to_local().detach()),
+        host_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def write(directory: Path, state: StateCopy, mesh: RankMesh, *, group: ProcessGroup | None = None) -> None:
+    """Write the copy, durably. Collective over `group` (default: all ranks); returns when all ranks are done.
+
+    With a group of its own (gloo) it may run beside training.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    state: dict[str, Tensor] = {**_model_state(model), **optimizer.sharded_state()}
-    save(state, checkpoint_id=directory / STATE)
-    torch.save(_rng_state(mesh.device), _rng_path(directory, mesh.rank))
-    barrier()
+    # the files are synced below, all at once: one after the other, each would wait for the disk alone
+    writer = FileSystemWriter(directory / STATE, sync_files=False, thread_count=num_writers(mesh))
+    with _without_checksums():
+        save(dict(state.tensors), storage_writer=writer, process_group=group)
+    torch.save(dict(state.rng), _rng_path(directory, mesh.rank))
+    sync_files(directory / STATE)
+    barrier(group)
     if mesh.is_main:
-        meta = TrainerMeta(step=step, optimizer_steps=optimizer_steps, world_size=mesh.data_size)
-        (directory / META).write_text(json.dumps(asdict(meta), indent=2))
-    barrier()
+        path = directory / META
+        path.write_text(json.dumps(asdict(state.meta), indent=2))
+        sync_files(directory)
+    barrier(group)
+
+
+def num_writers(mesh: RankMesh) -> int:
+    """Threads, and so files, of each rank; the ranks of a node share its cores."""
+    cores = os.cpu_count() or 1
+    return max(1, min(8, cores // min(mesh.shard_size, 8)))
+
+
+def sync_files(directory: Path) -> None:
+    """Make the files in `directory` survive a power loss. Ranks do it for each other's files too: it is free then."""
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        list(pool.map(_sync, [path for path in directory.iterdir() if path.is_file()]))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    """torch.save sums up every byte while it holds Python's lock; whole files have digests of their own later."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+class BackgroundWrite:
+    """A `write` that goes on while the next step runs."""
+
+    def __init__(self, task: Callable[[], None]) -> None:
+        self._task = task
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="save", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until it is written. Raises what the writing raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._task()
+        except BaseException as error:
+            self._error = error  # raised by `wait`
 
 
 def load_checkpoint(
@@ -113,9 +231,9 @@ def _rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def _restore_rng(directory: Path, meta: TrainerMeta, mesh: RankMesh) -> None:
-    if meta.world_size != mesh.data_size:
+    if meta.world_size != mesh.shard_size:
         logger.warning(
-            f"{directory} was saved by {meta.world_size} ranks and is continued by {mesh.data_size}: "
+            f"{directory} was saved by {meta.world_size} ranks and is continued by {mesh.shard_size}: "
             "random state starts from --seed"
         )
         return

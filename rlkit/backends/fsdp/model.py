@@ -9,7 +9,8 @@ Invariants: parameters are float32 shards where they are trained; a tied matrix 
 differ by the weights alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,15 +19,31 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlkit.algo.logprobs import chunked_log_probs
 from rlkit.backends.fsdp.attention import PackedAttention, PackedLayout, packed_layout, register_attention
+from rlkit.backends.fsdp.compilation import compile_blocks
 from rlkit.backends.fsdp.loading import CheckpointReader
 from rlkit.config.schema import ModelConfig
+from rlkit.dist.context import merge_scores
 from rlkit.dist.groups import RankMesh
 from rlkit.types.errors import ConfigError
 
 PREFIX = "hf_model."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockPlan:
+    """How the blocks of a model are run."""
+
+    num_checkpointed: int = 0
+    """The first so many recompute their activations in the backward pass."""
+    keeps_weights: bool = False
+    """Whole weights stay from the first forward pass of an optimizer step to its last backward pass."""
+    is_compiled: bool = False
+    sentence: str = ""
+    """What was chosen and why, for people."""
 
 
 class ScoringModel(nn.Module):
@@ -37,6 +54,7 @@ class ScoringModel(nn.Module):
     def __init__(self, hf_model: PreTrainedModel) -> None:
         super().__init__()
         self.hf_model = hf_model
+        self.plan = BlockPlan()
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -48,25 +66,35 @@ class ScoringModel(nn.Module):
         positions_T: Tensor,
         layout: PackedLayout,
         scored_N: Tensor,
+        predictors_N: Tensor,
         *,
         temperature: float,
         chunk_size: int,
     ) -> tuple[Tensor, Tensor]:
         """(log-probs, entropies), float32 [T], of the tokens at positions `scored_N`; zero elsewhere. T is at least
-        1.
+        1. `predictors_N`: which hidden state of this rank predicts each; without context parallelism the one before
+        it. With it, every rank of the row gets all of the row's values.
         """
-        hidden_TD = self._hidden(tokens_T, positions_T, layout)
+        context = layout.context
+        if context is None:
+            hidden_TD = self._hidden(tokens_T, positions_T, layout)
+        else:  # only this rank's tokens pass through the model
+            hidden_TD = self._hidden(tokens_T[context.positions], positions_T[context.positions], layout)
         head = self._head()
         logp_N, entropy_N = chunked_log_probs(
-            hidden_TD[scored_N - 1],
+            _DistinctRows.apply(hidden_TD, predictors_N),
             head.weight,
             tokens_T[scored_N],
             temperature=temperature,
             chunk_size=chunk_size,
             bias_V=head.bias,
+            compiled=self.plan.is_compiled,
         )
         zeros_T = torch.zeros_like(tokens_T, dtype=torch.float32)
-        return zeros_T.index_copy(0, scored_N, logp_N), zeros_T.index_copy(0, scored_N, entropy_N)
+        logp_T, entropy_T = zeros_T.index_copy(0, scored_N, logp_N), zeros_T.index_copy(0, scored_N, entropy_N)
+        if context is not None and context.group is not None:
+            logp_T, entropy_T = merge_scores(torch.stack([logp_T, entropy_T]), context.group)
+        return logp_T, entropy_T
 
     def check_scoring(self, token_ids: Tensor) -> float:
         """Largest difference between our log-probs and those of the architecture's own logits, for one sequence [T]."""
@@ -102,13 +130,13 @@ def build_model(
     attention: PackedAttention,
     compute_dtype: torch.dtype,
     trainable: bool,
-    gradient_checkpointing: bool = False,
+    plan: Callable[[ScoringModel], BlockPlan] = lambda model: BlockPlan(),
 ) -> ScoringModel:
     """A sharded model with uninitialised parameters, from `path/config.json`. Fill it with `load_hf_weights` or a
     checkpoint.
 
-    Masters are float32 when `trainable`, else of `compute_dtype`. Collective over all ranks (sharding makes no
-    communication yet).
+    `plan` sees the model on the meta device. Masters are float32 when `trainable`, else of `compute_dtype`.
+    Collective over all ranks (sharding makes no communication yet).
     """
     register_attention()
     config = AutoConfig.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
@@ -121,9 +149,9 @@ def build_model(
             trust_remote_code=cfg.trust_remote_code,
         )
     hf_model.tie_weights()
-    if gradient_checkpointing:
-        hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = ScoringModel(hf_model)
+    model.plan = plan(model)
+    _run_blocks_as_planned(model)
     # train mode is what switches gradient checkpointing on; with dropout off it changes nothing else
     model.train(trainable).requires_grad_(trainable)
     buffers = _computed_buffers(hf_model)
@@ -132,6 +160,45 @@ def build_model(
     for name, value in buffers.items():
         hf_model.get_buffer(name).copy_(value)
     return model
+
+
+class _DistinctRows(torch.autograd.Function):
+    """rows[index] for an index without repetitions, where backward writes rows instead of adding them up in order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = rows.shape[0]
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        grad = grads[0]
+        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, index, grad), None
+
+
+def blocks_of(model: ScoringModel) -> list[nn.Module]:
+    """The transformer blocks, in order."""
+    names = set(model.hf_model._no_split_modules or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise ConfigError(
+            f"{type(model.hf_model).__name__} does not name its blocks (_no_split_modules), "
+            "so the FSDP backend cannot shard it"
+        )
+    return blocks
+
+
+def _run_blocks_as_planned(model: ScoringModel) -> None:
+    blocks, plan = blocks_of(model), model.plan
+    if plan.num_checkpointed > 0:
+        model.hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for number, block in enumerate(blocks):
+            if isinstance(block, GradientCheckpointingLayer):
+                block.gradient_checkpointing = number < plan.num_checkpointed
+    if plan.is_compiled:
+        compile_blocks(blocks)
 
 
 def _switch_off_dropout(config: PreTrainedConfig) -> None:
@@ -145,16 +212,9 @@ def _shard(model: ScoringModel, mesh: RankMesh, compute_dtype: torch.dtype) -> N
     # Nothing needs casting on its way in: the embedding's output has the compute dtype. Asking FSDP2 to look would make
     # it walk through every argument of every block, the layout with its hundreds of lengths among them.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    block_names = set(model.hf_model._no_split_modules or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in block_names]
-    if not blocks:
-        raise ConfigError(
-            f"{type(model.hf_model).__name__} does not name its blocks (_no_split_modules), "
-            "so the FSDP backend cannot shard it"
-        )
-    for block in blocks:
-        fully_shard(block, mesh=mesh.mesh["dp"], mp_policy=policy)
-    fully_shard(model, mesh=mesh.mesh["dp"], mp_policy=policy)
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh.shards, mp_policy=policy, reshard_after_forward=not model.plan.keeps_weights)
+    fully_shard(model, mesh=mesh.shards, mp_policy=policy)
     register_fsdp_forward_method(model, "check_scoring")
 
 
@@ -188,6 +248,13 @@ def _unset(dtype: torch.dtype) -> float:
 def fsdp(model: ScoringModel) -> FSDPModule:
     """The same object under the type that `fully_shard` gave it."""
     return cast(FSDPModule, model)
+
+
+def reshard(model: ScoringModel) -> None:
+    """Free the whole weights of every block and of the root, which a forward pass without a backward one leaves."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def named_shards(model: ScoringModel) -> Iterator[tuple[str, DTensor]]:
@@ -229,8 +296,8 @@ def first_local_row(parameter: DTensor, mesh: RankMesh) -> int:
     """Global index of this rank's first row. FSDP2 deals dimension 0 in equal chunks, the last ones shorter or
     empty.
     """
-    rows_per_rank = -(-parameter.shape[0] // mesh.data_size)
-    return min(mesh.mesh["dp"].get_local_rank() * rows_per_rank, parameter.shape[0])
+    rows_per_rank = -(-parameter.shape[0] // mesh.shard_size)
+    return min(mesh.shards.get_local_rank() * rows_per_rank, parameter.shape[0])
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:

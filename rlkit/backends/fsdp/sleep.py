@@ -1,21 +1,20 @@
-"""Moves tensors to host memory and back, bit for bit, without any of their owners noticing. Called by `backend.py` on
-CUDA.
+"""Moves tensors to host memory and back, bit for bit, without any of their owners noticing. Called by `backend.py`: on
+CUDA to sleep and wake, everywhere to save from a copy.
 
 A tensor keeps its identity: its storage shrinks to nothing while it is away. So parameters, the views that FSDP2 keeps
 of them and optimizer state need no rewiring. Invariant: between `offload` and `restore` nobody reads the tensors except
 through `host_view`.
 """
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, UntypedStorage
 
-CHUNK_BYTES = 256 * 1024 * 1024
-"""Host buffers come in this size: torch rounds pinned allocations up to a power of two, so one big one could waste
-half of it.
-"""
+from rlkit.backends.fsdp.host_buffer import HostBuffer
 
 ALIGNMENT = 64
 
@@ -26,49 +25,78 @@ class _Place:
 
     storage: UntypedStorage
     device_bytes: Tensor  # uint8 view of the whole storage
-    host_bytes: Tensor  # uint8 slice of a host buffer, of the same size
+    host_bytes: Tensor  # uint8 slice of the host buffer, of the same size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copied:
+    """What a move took."""
+
+    num_bytes: int
+    seconds: float
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.num_bytes / max(self.seconds, 1e-9) / 1e9
 
 
 class HostSwap:
-    """Flat host buffers (pinned where there is a GPU) that are kept from one sleep to the next."""
+    """A flat host buffer that is kept from one sleep to the next, and a stream for the copies."""
 
-    def __init__(self) -> None:
-        self._chunks: list[Tensor] = []
-        self._away: dict[int, _Place] = {}
+    def __init__(self, device: torch.device) -> None:
+        """`device`: where the tensors live."""
+        self._buffer = HostBuffer(device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._held: dict[int, _Place] = {}
+        self._is_away = False
 
     @property
     def is_away(self) -> bool:
-        return bool(self._away)
+        return self._is_away
 
-    def offload(self, tensors: Iterable[Tensor]) -> int:
-        """Copy the storages of `tensors` (plain tensors, no DTensors) to the host and free them. Returns the bytes
-        moved.
-        """
-        assert not self._away, "offload called twice without restore"
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-        storages = {key: storage for key, storage in storages.items() if storage.nbytes() > 0}
-        places = self._assign(list(storages.values()))
-        for place in places:
-            place.host_bytes.copy_(place.device_bytes, non_blocking=True)
-        if any(place.device_bytes.is_cuda for place in places):
-            torch.cuda.synchronize()
-        for key, place in zip(storages, places, strict=True):
-            self._away[key] = place
+    def reserve(self, num_bytes: int) -> None:
+        """Make room in the background: the first touch of many gigabytes takes seconds."""
+        self._buffer.reserve(num_bytes)
+
+    def offload(self, tensors: Iterable[Tensor]) -> Copied:
+        """Copy the storages of `tensors` (plain tensors, no DTensors) to the host and free them."""
+        copied = self.hold(tensors)
+        for place in self._held.values():
             place.storage.resize_(0)
-        return sum(place.host_bytes.numel() for place in places)
+        self._is_away = True
+        return copied
 
-    def restore(self) -> None:
+    def restore(self) -> Copied:
         """Give every storage its memory and its bytes back."""
-        for place in self._away.values():
+        assert self._is_away or not self._held, "restore called on a copy that was only held"
+        start = time.perf_counter()
+        for place in self._held.values():
             place.storage.resize_(place.host_bytes.numel())
-            place.device_bytes.copy_(place.host_bytes, non_blocking=True)
-        if any(place.device_bytes.is_cuda for place in self._away.values()):
-            torch.cuda.synchronize()
-        self._away.clear()
+        with self._copying():
+            for place in self._held.values():
+                place.device_bytes.copy_(place.host_bytes, non_blocking=True)
+        return self._done(start)
+
+    def hold(self, tensors: Iterable[Tensor]) -> Copied:
+        """Copy without freeing: `host_view` then shows the values of this moment, until `release`."""
+        assert not self._held, "the host buffer is in use"
+        start = time.perf_counter()
+        storages = _storages(tensors)
+        self._held = dict(zip(storages, self._assign(list(storages.values())), strict=True))
+        with self._copying():
+            for place in self._held.values():
+                place.host_bytes.copy_(place.device_bytes, non_blocking=True)
+        num_bytes = sum(place.host_bytes.numel() for place in self._held.values())
+        return Copied(num_bytes=num_bytes, seconds=time.perf_counter() - start)
+
+    def release(self) -> None:
+        """Forget what was held; the buffer may be written again."""
+        assert not self._is_away
+        self._held = {}
 
     def host_view(self, tensor: Tensor) -> Tensor:
-        """The values of a tensor that is away, as a CPU tensor of the same shape; the tensor itself when it is not."""
-        place = self._away.get(tensor.untyped_storage()._cdata)
+        """The values of a tensor that is away or held, as a CPU tensor of the same shape; else the tensor itself."""
+        place = self._held.get(tensor.untyped_storage()._cdata)
         if place is None:
             return tensor
         start = tensor.storage_offset() * tensor.element_size()
@@ -76,23 +104,48 @@ class HostSwap:
         whole = flat[: flat.numel() // tensor.element_size() * tensor.element_size()].view(tensor.dtype)
         return whole.as_strided(tensor.shape, tensor.stride(), whole.storage_offset())
 
+    def _done(self, start: float) -> Copied:
+        num_bytes = sum(place.host_bytes.numel() for place in self._held.values())
+        self._held, self._is_away = {}, False
+        return Copied(num_bytes=num_bytes, seconds=time.perf_counter() - start)
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Copies inside run on their own stream, after what was asked of the GPU before; all are done at the end."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
     def _assign(self, storages: list[UntypedStorage]) -> list[_Place]:
-        """Lay the storages one after the other into the chunks, which grow in number as needed."""
+        """Lay the storages one after the other into the buffer."""
+        buffer = self._buffer.bytes(_end(storages))
         places: list[_Place] = []
-        chunk, start = 0, 0
+        start = 0
         for storage in storages:
-            size = storage.nbytes()
-            while chunk < len(self._chunks) and start + size > self._chunks[chunk].numel():
-                chunk, start = chunk + 1, 0
-            if chunk == len(self._chunks):
-                pinned = storage.device.type == "cuda"
-                self._chunks.append(torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=pinned))
             places.append(
                 _Place(
                     storage=storage,
                     device_bytes=torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage),
-                    host_bytes=self._chunks[chunk][start : start + size],
+                    host_bytes=buffer[start : start + storage.nbytes()],
                 )
             )
-            start += -(-size // ALIGNMENT) * ALIGNMENT
+            start += _aligned(storage.nbytes())
         return places
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
+    """Each storage once, by its identity; empty ones left out."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return {key: storage for key, storage in storages.items() if storage.nbytes() > 0}
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _end(storages: Iterable[UntypedStorage]) -> int:
+    return sum(_aligned(storage.nbytes()) for storage in storages)

@@ -8,24 +8,30 @@ finite.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from rlkit.algo.context_shards import num_padding_tokens, pad_row
 from rlkit.algo.logprobs import scored_positions
-from rlkit.algo.losses import LossAndSums, log_prob_gap, policy_loss, sft_loss
+from rlkit.algo.objective import Objective
 from rlkit.backends.fsdp.attention import PackedLayout, packed_layout
+from rlkit.backends.fsdp.context_attention import context_layout
+from rlkit.backends.fsdp.memory import chunk_size
 from rlkit.backends.fsdp.metrics import StepMetrics, reduce_metrics
-from rlkit.backends.fsdp.model import ScoringModel, fsdp
+from rlkit.backends.fsdp.model import ScoringModel, fsdp, reshard
 from rlkit.backends.fsdp.optimizer import ShardOptimizer, learning_rate
 from rlkit.config.schema import RunConfig
-from rlkit.dist.collectives import sum_over_data
+from rlkit.dist.collectives import sum_over_data, sum_over_shards
 from rlkit.dist.groups import RankMesh
 from rlkit.observability.spans import SpanName, Spans
 from rlkit.types.batches import PackedBatch
 from rlkit.types.errors import TrainError
 from rlkit.types.ranks import MetricSet
+
+OnHost = TypeVar("OnHost", PackedBatch, PackedLayout)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,47 +40,72 @@ class MicroBatch:
 
     batch: PackedBatch
     layout: PackedLayout
-    scored_N: Tensor  # int64 [N]; positions of trained tokens
-    advantages_T: Tensor  # f32 [T]
+    scored_N: Tensor  # int64 [N]; positions of the trained tokens that this rank scores
+    predictors_N: Tensor  # int64 [N]; for each, which of this rank's hidden states predicts it
 
     def to(self, device: torch.device) -> "MicroBatch":
         if device.type == "cpu":
             return self
         return MicroBatch(
-            batch=self.batch.to(device),
-            layout=self.layout.to(device),
-            scored_N=self.scored_N.to(device, non_blocking=True),
-            advantages_T=self.advantages_T.to(device, non_blocking=True),
+            batch=_pinned(self.batch).to(device),
+            layout=_pinned(self.layout).to(device),
+            scored_N=_pinned_tensor(self.scored_N).to(device, non_blocking=True),
+            predictors_N=_pinned_tensor(self.predictors_N).to(device, non_blocking=True),
         )
 
 
-def micro_batch(batch: PackedBatch) -> MicroBatch:
-    """Prepare a batch that lies on the CPU. An empty one becomes one untrained token, so that its forward pass has
-    something to do.
+def _pinned(value: OnHost) -> OnHost:
+    """The same with its tensors in pinned memory, as far as they lie on the host: a copy from pageable memory waits for
+    everything that the GPU was told before.
+    """
+    tensors = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+    moved = {name: _pinned_tensor(x) for name, x in tensors.items() if isinstance(x, Tensor) and not x.is_cuda}
+    return replace(value, **moved) if moved else value
+
+
+def _pinned_tensor(value: Tensor) -> Tensor:
+    return value if value.is_cuda else value.pin_memory()
+
+
+def micro_batch(batch: PackedBatch, mesh: RankMesh) -> MicroBatch:
+    """Prepare a batch that lies on the CPU. An empty one becomes two untrained tokens, so that its forward pass has
+    something to do (two: compiled blocks would be compiled anew for a single one); under context parallelism a row is
+    padded so that its ranks hold equally many tokens.
     """
     if batch.num_tokens == 0:
-        batch = _dummy_token(batch)
-    lengths_S = batch.cu_seqlens.diff().long()
+        batch = _dummy_sequence(batch)
+    batch = pad_row(batch, num_padding_tokens(batch.num_tokens, mesh.context_size))
+    layout = packed_layout(batch.cu_seqlens)
+    scored_N = scored_positions(batch.loss_mask_T, batch.cu_seqlens)
+    predictors_N = scored_N - 1
+    if mesh.context_size > 1:
+        context = context_layout(
+            batch.cu_seqlens.tolist(), cp=mesh.context_size, rank=mesh.context_rank, group=mesh.context_group
+        )
+        layout = replace(layout, context=context)
+        local_N = context.local_of_row[predictors_N]
+        scored_N, predictors_N = scored_N[local_N >= 0], local_N[local_N >= 0]
     return MicroBatch(
         batch=batch,
-        layout=packed_layout(batch.cu_seqlens),
-        scored_N=scored_positions(batch.loss_mask_T, batch.cu_seqlens),
-        advantages_T=batch.advantages_S.repeat_interleave(lengths_S),
+        layout=layout,
+        scored_N=scored_N,
+        predictors_N=predictors_N,
     )
 
 
-def _dummy_token(batch: PackedBatch) -> PackedBatch:
+def _dummy_sequence(batch: PackedBatch) -> PackedBatch:
     return replace(
         batch,
-        tokens_T=torch.zeros(1, dtype=torch.int64),
-        positions_T=torch.zeros(1, dtype=torch.int64),
-        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
-        max_seqlen=1,
-        loss_mask_T=torch.zeros(1, dtype=torch.bool),
-        loss_weight_T=torch.zeros(1),
+        tokens_T=torch.zeros(2, dtype=torch.int64),
+        positions_T=torch.arange(2),
+        cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
+        max_seqlen=2,
+        loss_mask_T=torch.zeros(2, dtype=torch.bool),
+        loss_weight_T=torch.zeros(2),
         advantages_S=torch.zeros(1),
         sample_ids_S=torch.full((1,), -1, dtype=torch.int64),
-        rollout_logp_T=None if batch.rollout_logp_T is None else torch.zeros(1),
+        rollouts_S=torch.zeros(1, dtype=torch.int64),
+        rollout_logp_T=None if batch.rollout_logp_T is None else torch.zeros(2),
     )
 
 
@@ -100,12 +131,7 @@ class Trainer:
         self._decay_steps = decay_steps
         self.optimizer_steps = optimizer_steps
         """Optimizer steps taken since the start of the run; the schedule's only state."""
-        self._sum_names = ["loss", "entropy"]
-        self._max_names: list[str] = []
-        if not cfg.is_sft:
-            gap = "train_rollout_logprob_abs_diff"
-            self._sum_names += ["pg_loss", "ppo_kl", "clip_fraction", gap] + ["kl_loss"] * cfg.needs_reference
-            self._max_names = [f"{gap}_max"]
+        self.objective = Objective(cfg, sum_over_data=lambda partial: sum_over_data(partial, mesh))
 
     @torch.no_grad()
     def score(self, model: ScoringModel, micro_batches: list[MicroBatch]) -> list[Tensor]:
@@ -113,8 +139,20 @@ class Trainer:
         with self._spans(SpanName.LOG_PROB):
             scored = [self._forward(model, micro.to(self._mesh.device))[0] for micro in micro_batches]
             # without a backward pass FSDP2 leaves the root's parameters whole, where sleep and save want shards
-            fsdp(model).reshard()
+            reshard(model)
         return scored
+
+    def finish(self, updates: list[list[MicroBatch]], *, num_rollouts: list[int]) -> list[list[MicroBatch]]:
+        """What the loss has to know of the whole rollout, once log-probs are scored. Collective."""
+        if not self.objective.finishes:
+            return updates
+        updates = [[micro.to(self._mesh.device) for micro in update] for update in updates]
+        batches = [[micro.batch for micro in update] for update in updates]
+        finished = self.objective.finish(batches, num_rollouts=num_rollouts)
+        return [
+            [replace(micro, batch=batch) for micro, batch in zip(update, done, strict=True)]
+            for update, done in zip(updates, finished, strict=True)
+        ]
 
     def train(self, step: int, updates: list[list[MicroBatch]], *, num_loss_tokens: list[int]) -> MetricSet:
         """Take an optimizer step for each update. `num_loss_tokens`: trained tokens of each, over all ranks.
@@ -131,59 +169,30 @@ class Trainer:
         reduced = reduce_metrics(
             metrics,
             num_loss_tokens=num_loss_tokens,
-            sum_names=self._sum_names,
-            max_names=self._max_names,
+            sum_names=self.objective.sum_names,
+            max_names=self.objective.max_names,
             mesh=self._mesh,
         )
-        return reduced | {"train/grad_norm": sum(norms) / len(norms), "train/lr": lr}
+        return self.objective.derive(reduced) | {"train/grad_norm": sum(norms) / len(norms), "train/lr": lr}
 
     def _accumulate(self, micro_batches: list[MicroBatch]) -> StepMetrics:
         """Forward and backward over one optimizer step's micro-batches."""
-        metrics = StepMetrics(self._sum_names, self._max_names, self._mesh.device)
+        metrics = StepMetrics(self.objective.sum_names, self.objective.max_names, self._mesh.device)
         for number, micro in enumerate(micro_batches):
-            fsdp(self._policy).set_requires_gradient_sync(number == len(micro_batches) - 1)
+            is_last = number == len(micro_batches) - 1
+            fsdp(self._policy).set_requires_gradient_sync(is_last)
+            # weights that were gathered or cast for this micro-batch serve the next ones as well
+            fsdp(self._policy).set_reshard_after_backward(is_last or not self._policy.plan.keeps_weights)
             micro = micro.to(self._mesh.device)
             logp_T, entropy_T = self._forward(self._policy, micro)
-            loss, sums = self._loss(micro, logp_T, entropy_T)
-            # FSDP averages gradients over the data ranks; our loss is divided by global counts already, so undo that
+            report = self.objective.loss(micro.batch, logp_T, entropy_T)
+            # FSDP averages gradients over all ranks; our loss is divided by global counts already, so undo that
             # mean
-            (loss * self._mesh.data_size).backward()
-            metrics.add(sums)
-            if micro.batch.rollout_logp_T is not None and not self._cfg.is_sft:
-                self._add_log_prob_gap(metrics, micro.batch, logp_T)
+            (report.loss * self._mesh.shard_size).backward()
+            metrics.add(report.sums)
+            for name, value in report.maxima.items():
+                metrics.add_max(name, value)
         return metrics
-
-    def _loss(self, micro: MicroBatch, logp_T: Tensor, entropy_T: Tensor) -> LossAndSums:
-        batch, algo = micro.batch, self._cfg.algo
-        if self._cfg.is_sft:
-            return sft_loss(logp_T, mask_T=batch.loss_mask_T, weight_T=batch.loss_weight_T, entropy_T=entropy_T)
-        old_logp_T = batch.rollout_logp_T if algo.use_rollout_logprobs else batch.old_logp_T
-        return policy_loss(
-            logp_T,
-            # no old log-probs: the policy has not moved since the rollout, so they are these very numbers
-            logp_T.detach() if old_logp_T is None else old_logp_T,
-            micro.advantages_T,
-            mask_T=batch.loss_mask_T,
-            weight_T=batch.loss_weight_T,
-            eps_clip=algo.eps_clip,
-            eps_clip_high=algo.eps_clip_high,
-            eps_clip_c=algo.eps_clip_c,
-            entropy_T=entropy_T,
-            entropy_coef=algo.entropy_coef,
-            ref_logp_T=batch.ref_logp_T,
-            kl_loss_coef=algo.kl_loss_coef,
-            kl_loss_type=algo.kl_loss_type,
-        )
-
-    def _add_log_prob_gap(self, metrics: StepMetrics, batch: PackedBatch, logp_T: Tensor) -> None:
-        """Compare with the engine by the log-probs that are nearest to its weights: the old ones where they were
-        scored.
-        """
-        assert batch.rollout_logp_T is not None
-        scored_T = logp_T if batch.old_logp_T is None else batch.old_logp_T
-        total, largest = log_prob_gap(scored_T, batch.rollout_logp_T, batch.loss_mask_T)
-        metrics.add({"train_rollout_logprob_abs_diff": total})
-        metrics.add_max("train_rollout_logprob_abs_diff_max", largest)
 
     def _forward(self, model: ScoringModel, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         return model(
@@ -191,16 +200,18 @@ class Trainer:
             micro.batch.positions_T,
             micro.layout,
             micro.scored_N,
+            micro.predictors_N,
             temperature=1.0 if self._cfg.is_sft else self._cfg.rollout.rollout_temperature,
-            chunk_size=self._cfg.train.log_probs_chunk_size,
+            chunk_size=chunk_size(self._cfg, model.config.get_text_config().vocab_size, self._mesh.device),
         )
 
     def _apply(self, step: int, metrics: StepMetrics, lr: float) -> float:
         """Check, clip, step. Returns the gradient norm before clipping. Collective; the one wait for the device per
         optimizer step.
         """
-        totals = torch.stack([metrics.loss, self._optimizer.squared_grad_norm()])
-        loss, squared_norm = sum_over_data(totals, self._mesh).tolist()
+        loss = sum_over_data(metrics.loss.clone(), self._mesh)
+        squared_norm = sum_over_shards(self._optimizer.squared_grad_norm(), self._mesh)
+        loss, squared_norm = torch.stack([loss, squared_norm]).tolist()
         norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._optimizer.zero_grad()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, cast
 
 from rlkit.config.fields import all_fields, sections
-from rlkit.config.rules import batch, cluster, required, rollout, training
+from rlkit.config.rules import algorithms, batch, cluster, profile, required, rollout, sampling, training
 from rlkit.config.rules.advice import ADVICE
 from rlkit.config.rules.bounds import BOUNDS, STRINGS
 from rlkit.config.rules.paths import PATH_RULES
@@ -38,7 +38,10 @@ CROSS_RULES: tuple[Rule, ...] = (
     *batch.RULES,
     *cluster.RULES,
     *rollout.RULES,
+    *sampling.RULES,
     *training.RULES,
+    *algorithms.RULES,
+    *profile.RULES,
 )
 
 RULES: tuple[Rule, ...] = (*(item.rule for item in FIELD_RULES), *CROSS_RULES)

@@ -15,7 +15,7 @@ def truncated_sampling_biases_the_gradient(cfg: RunConfig) -> str | None:
 
 
 def kl_is_only_reported(cfg: RunConfig) -> str | None:
-    if not (cfg.needs_reference and trains(cfg)) or cfg.algo.kl_loss_coef != 0:
+    if not (cfg.algo.use_kl_loss and trains(cfg)) or cfg.is_sft or cfg.algo.kl_loss_coef != 0:
         return None
     return "use_kl_loss with kl_loss_coef = 0.0 loads the reference model only to report the KL, not to train on it"
 
@@ -23,7 +23,10 @@ def kl_is_only_reported(cfg: RunConfig) -> str | None:
 def reference_is_not_loaded(cfg: RunConfig) -> str | None:
     if cfg.model.ref_load is None or cfg.needs_reference:
         return None
-    return f"ref_load = {cfg.model.ref_load} is not used: nothing needs a reference model (--use-kl-loss would)"
+    return (
+        f"ref_load = {cfg.model.ref_load} is not used: nothing needs a reference model"
+        " (--use-kl-loss or --kl-coef would)"
+    )
 
 
 def epochs_are_overruled(cfg: RunConfig) -> str | None:
@@ -113,7 +116,7 @@ def some_shared_gpus_do_not_generate(cfg: RunConfig) -> str | None:
 
 def only_grpo_divides_by_the_deviation(cfg: RunConfig) -> str | None:
     estimator = cfg.algo.advantage_estimator
-    if estimator == "grpo" or not cfg.algo.disable_grpo_std_normalization:
+    if estimator in ("grpo", "gspo", "cispo") or not cfg.algo.disable_grpo_std_normalization:
         return None
     return f"disable_grpo_std_normalization is not used: advantage_estimator = {estimator} never divides by a deviation"
 
@@ -136,6 +139,34 @@ def upper_clip_is_tighter(cfg: RunConfig) -> str | None:
     if high is None or high >= low or cfg.is_sft:
         return None
     return f"eps_clip_high = {high} is below eps_clip = {low}: raising a probability is clipped sooner than lowering it"
+
+
+def cispo_is_free_from_below(cfg: RunConfig) -> str | None:
+    if cfg.algo.advantage_estimator != "cispo" or cfg.algo.eps_clip == 1 or cfg.is_sft:
+        return None
+    return (
+        f"advantage_estimator = cispo with eps_clip = {cfg.algo.eps_clip}: the paper bounds ratios from above only;"
+        " --eps-clip 1 does"
+    )
+
+
+def sequence_ratios_are_close_to_one(cfg: RunConfig) -> str | None:
+    if cfg.algo.advantage_estimator != "gspo" or cfg.algo.eps_clip < 0.05 or cfg.is_sft:
+        return None
+    return (
+        f"advantage_estimator = gspo with eps_clip = {cfg.algo.eps_clip} clips next to nothing: mean log-ratios of"
+        " whole samples are small; the paper has --eps-clip 3e-4 --eps-clip-high 4e-4"
+    )
+
+
+def reward_kl_is_biased(cfg: RunConfig) -> str | None:
+    coefficient, kl_type = cfg.algo.kl_coef, cfg.algo.kl_loss_type
+    if coefficient == 0 or kl_type == "k1" or cfg.is_sft:
+        return None
+    return (
+        f"kl_coef = {coefficient} with kl_loss_type = {kl_type}: as a reward only k1 has the gradient of the KL;"
+        " --kl-loss-type k1"
+    )
 
 
 def no_logging_account_is_used(cfg: RunConfig) -> str | None:
@@ -163,6 +194,9 @@ ADVICE = (
     half_precision_is_slow_on_a_cpu,
     export_overwrites_itself,
     upper_clip_is_tighter,
+    cispo_is_free_from_below,
+    sequence_ratios_are_close_to_one,
+    reward_kl_is_biased,
     no_logging_account_is_used,
 )
 """Like rules, but what they say is advice."""

@@ -43,14 +43,19 @@ def rollout_splits_into_steps(cfg: RunConfig) -> str | None:
 
 
 def step_splits_evenly_over_ranks(cfg: RunConfig) -> str | None:
-    ranks, batch = cfg.cluster.actor_num_gpus, _samples_per_step(cfg)
-    if batch is None or not trains(cfg) or batch % ranks == 0:
+    ranks, batch = cfg.data_parallel_size, _samples_per_step(cfg)
+    if batch is None or not trains(cfg) or ranks == 0 or batch % ranks == 0:
         return None
     given = "global_batch_size" if cfg.train.global_batch_size is not None else "samples per optimizer step"
-    nodes, per_node = cfg.cluster.actor_num_nodes, cfg.cluster.actor_num_gpus_per_node
+    nodes, per_node, cp = (
+        cfg.cluster.actor_num_nodes,
+        cfg.cluster.actor_num_gpus_per_node,
+        cfg.train.context_parallel_size,
+    )
+    layout = f"actor_num_nodes * actor_num_gpus_per_node = {nodes} * {per_node}"
     return (
-        f"{given} = {batch} does not divide evenly over {ranks} training ranks"
-        f" (actor_num_nodes * actor_num_gpus_per_node = {nodes} * {per_node});"
+        f"{given} = {batch} does not divide evenly over {ranks} data-parallel training ranks"
+        f" ({layout}{f', context_parallel_size = {cp}' if cp > 1 else ''});"
         f" pass a --global-batch-size that is a multiple of {ranks}, or another --actor-num-gpus-per-node"
     )
 
@@ -70,4 +75,20 @@ def _total(cfg: RunConfig) -> str:
     return f"rollout_batch_size * n_samples_per_prompt = {prompts} * {samples} = {prompts * samples}"
 
 
-RULES = (batch_sizes_agree, rollout_fills_whole_steps, rollout_splits_into_steps, step_splits_evenly_over_ranks)
+def ranks_split_into_context_groups(cfg: RunConfig) -> str | None:
+    ranks, cp = cfg.cluster.actor_num_gpus, cfg.train.context_parallel_size
+    if not trains(cfg) or cp < 1 or ranks % cp == 0:
+        return None
+    return (
+        f"context_parallel_size = {cp} does not divide the {ranks} training ranks (actor_num_nodes *"
+        f" actor_num_gpus_per_node); pass a --context-parallel-size that divides {ranks}"
+    )
+
+
+RULES = (
+    ranks_split_into_context_groups,
+    batch_sizes_agree,
+    rollout_fills_whole_steps,
+    rollout_splits_into_steps,
+    step_splits_evenly_over_ranks,
+)

@@ -2,10 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from rlkit.config.errors import ConfigError
+from rlkit.config.eval_sets import eval_sets
+from rlkit.config.hooks import HOOKS, check_source
+from rlkit.config.reward_names import REWARD_NAMES
 from rlkit.config.rules.required import evaluates, reads_prompts
 from rlkit.config.rules.rollout import eval_pairs, without_slice
+from rlkit.config.rules.sampling import functions_can_be_called
 from rlkit.config.schema import RunConfig
 
 
@@ -14,6 +19,8 @@ def checkpoints_are_there(cfg: RunConfig) -> list[str]:
     folders = [("hf_checkpoint", "--hf-checkpoint", cfg.model.hf_checkpoint)]
     if cfg.needs_reference and cfg.model.ref_load is not None:
         folders.append(("ref_load", "--ref-load", cfg.model.ref_load))
+    if cfg.needs_teacher and cfg.distill.opd_teacher_load is not None:
+        folders.append(("opd_teacher_load", "--opd-teacher-load", cfg.distill.opd_teacher_load))
     found: list[str] = []
     for name, flag, folder in folders:
         path = Path(folder)
@@ -24,6 +31,22 @@ def checkpoints_are_there(cfg: RunConfig) -> list[str]:
         elif not (path / "config.json").is_file():
             found.append(f"{name} = {folder} has no config.json, so it is no Hugging Face checkpoint; correct {flag}")
     return found
+
+
+def teacher_reads_the_same_tokens(cfg: RunConfig) -> list[str]:
+    """A teacher of another vocabulary would score other words, in silence. Asked where both tokenizers can be read."""
+    folder = cfg.distill.opd_teacher_load
+    if not cfg.needs_teacher or folder is None:
+        return []
+    ours, theirs = (_read_vocabulary(path) for path in (cfg.model.hf_checkpoint, folder))
+    if ours is None or theirs is None or ours == theirs:
+        return []
+    num_other = sum(theirs.get(token) != number for token, number in ours.items())
+    return [
+        f"opd_teacher_load = {folder} has another vocabulary than hf_checkpoint = {cfg.model.hf_checkpoint}:"
+        f" {num_other} of {len(ours)} tokens mean something else there;"
+        " pass an --opd-teacher-load of the same tokenizer"
+    ]
 
 
 def prompt_files_are_there(cfg: RunConfig) -> list[str]:
@@ -39,11 +62,26 @@ def prompt_files_are_there(cfg: RunConfig) -> list[str]:
     ]
 
 
-def grader_file_is_there(cfg: RunConfig) -> list[str]:
-    file, _, function = (cfg.reward.custom_rm_path or "").partition(".py:")
-    if not function or Path(file + ".py").is_file():
+def evaluation_sets_can_be_read(cfg: RunConfig) -> list[str]:
+    """The file of `--eval-config` is right, and so are the files and graders that it names."""
+    if cfg.evaluation.eval_config is None or not evaluates(cfg):
         return []
-    return [f"custom_rm_path = {cfg.reward.custom_rm_path}: there is no file {file}.py; correct --custom-rm-path"]
+    try:
+        sets = eval_sets(cfg)
+    except ConfigError as error:
+        return [str(error)]
+    found: list[str] = []
+    for item in sets:
+        where = f"eval_config: {item.name}"
+        if not Path(without_slice(item.path)).is_file():
+            found.append(f"{where}: there is no file {without_slice(item.path)}; correct --eval-config")
+        if item.rm_type is not None and item.rm_type not in REWARD_NAMES:
+            found.append(f"{where}: rm_type = {item.rm_type} is not a built-in grader; correct --eval-config")
+        if item.rm_type is None and item.custom_rm_path is None:
+            found.append(f"{where} has no grader; give it rm_type or custom_rm_path, or pass --rm-type")
+        if item.custom_rm_path is not None and (problem := check_source(HOOKS["custom_rm_path"], item.custom_rm_path)):
+            found.append(f"{where}: {problem}")
+    return found
 
 
 def resumed_folder_is_there(cfg: RunConfig) -> list[str]:
@@ -102,10 +140,21 @@ def read_model_config(folder: str) -> dict[str, Any] | None:
     return model.get("text_config", model)
 
 
+def _read_vocabulary(folder: str) -> dict[str, int] | None:
+    """Token -> id of a tokenizer.json; None where there is none, or one of another kind."""
+    try:
+        vocabulary = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return cast("dict[str, int]", vocabulary) if isinstance(vocabulary, dict) else None
+
+
 PATH_RULES = (
     checkpoints_are_there,
+    teacher_reads_the_same_tokens,
     prompt_files_are_there,
-    grader_file_is_there,
+    functions_can_be_called,
+    evaluation_sets_can_be_read,
     resumed_folder_is_there,
     replayed_rollout_is_there,
     output_folders_can_be_made,

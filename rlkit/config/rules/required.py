@@ -42,8 +42,11 @@ def group_is_big_enough(cfg: RunConfig) -> str | None:
     size = cfg.rollout.n_samples_per_prompt
     if cfg.is_sft or not trains(cfg):
         return None if size >= 1 else f"n_samples_per_prompt = {size} must be at least 1; set --n-samples-per-prompt"
-    if size >= 2:
+    compares = cfg.algo.advantage_estimator != "reinforce_plus_plus" and not cfg.distill.use_opd
+    if size >= 2 or (size == 1 and not compares):
         return None
+    if not compares:
+        return f"n_samples_per_prompt = {size} must be at least 1; set --n-samples-per-prompt"
     return (
         f"n_samples_per_prompt = {size}, but advantage_estimator = {cfg.algo.advantage_estimator} compares the"
         " responses to one prompt with each other and needs at least 2; pass e.g. --n-samples-per-prompt 8"
@@ -90,7 +93,8 @@ def first_step_is_before_the_end(cfg: RunConfig) -> str | None:
 def evaluation_only_evaluates_something(cfg: RunConfig) -> str | None:
     if not only_evaluates(cfg):
         return None
-    if cfg.evaluation.eval_interval is None or not cfg.evaluation.eval_prompt_data:
+    has_data = cfg.evaluation.eval_prompt_data or cfg.evaluation.eval_config is not None
+    if cfg.evaluation.eval_interval is None or not has_data:
         return "num_rollout = 0 evaluates only, so it needs --eval-interval 1 and --eval-prompt-data NAME PATH"
     if cfg.evaluation.skip_eval_before_train:
         return "num_rollout = 0 and skip_eval_before_train leave nothing to do; drop --skip-eval-before-train"

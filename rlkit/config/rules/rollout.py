@@ -9,10 +9,8 @@ from rlkit.config.schema import RunConfig
 from rlkit.config.values import nearest
 
 _SLICE = re.compile(r"@\[-?\d*:-?\d*\]$")
-_FILE_FUNCTION = re.compile(r".+\.py:[^\W\d]\w*")
-_DOTTED_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 _EVAL_NAME = re.compile(r"[\w.+-]+")
-_LABEL_FREE_GRADERS = ("random",)
+_LABEL_FREE_GRADERS = ("random", "ifbench", "code", "remote_rm")
 
 
 def without_slice(path: str) -> str:
@@ -95,16 +93,6 @@ def grader_is_known(cfg: RunConfig) -> str | None:
     return f"rm_type = {name} is not a built-in grader; {hint} Others go through --custom-rm-path"
 
 
-def custom_grader_can_be_found(cfg: RunConfig) -> str | None:
-    path = cfg.reward.custom_rm_path
-    if not path or _FILE_FUNCTION.fullmatch(path) or (".py" not in path and _DOTTED_FUNCTION.fullmatch(path)):
-        return None
-    return (
-        f"custom_rm_path = {path} is neither package.module.function nor file.py:function;"
-        " write --custom-rm-path in one of these forms"
-    )
-
-
 def grader_has_labels(cfg: RunConfig) -> str | None:
     name = cfg.reward.rm_type
     if name is None or name in _LABEL_FREE_GRADERS or cfg.data.label_key is not None:
@@ -118,7 +106,7 @@ def grader_has_labels(cfg: RunConfig) -> str | None:
 
 def reward_key_needs_a_dict(cfg: RunConfig) -> str | None:
     for name, key in (("reward_key", cfg.reward.reward_key), ("eval_reward_key", cfg.reward.eval_reward_key)):
-        if key is not None and cfg.reward.rm_type is not None:
+        if key is not None and cfg.reward.rm_type not in (None, "remote_rm"):
             return (
                 f"{name} = {key} picks from a dict, but rm_type = {cfg.reward.rm_type} gives a number;"
                 f" drop {all_fields()[name].flag} or use --custom-rm-path"
@@ -126,9 +114,33 @@ def reward_key_needs_a_dict(cfg: RunConfig) -> str | None:
     return None
 
 
+def reward_server_has_an_address(cfg: RunConfig) -> str | None:
+    url = cfg.reward.rm_url
+    if cfg.reward.rm_type == "remote_rm" and url is None:
+        return "rm_type = remote_rm asks a reward server, but rm_url is unset; pass --rm-url http://HOST:PORT/PATH"
+    if url is not None and not url.startswith(("http://", "https://")):
+        return f"rm_url = {url} is no address; pass --rm-url http://HOST:PORT/PATH"
+    if url is not None and cfg.reward.custom_rm_path is not None:
+        return f"rm_url = {url} is not used with custom_rm_path = {cfg.reward.custom_rm_path}; drop --rm-url"
+    return None
+
+
+def whole_groups_go_to_a_function(cfg: RunConfig) -> str | None:
+    if not cfg.reward.group_rm or cfg.reward.custom_rm_path is not None:
+        return None
+    return (
+        f"group_rm = True hands whole groups to a function, but custom_rm_path is unset and rm_type ="
+        f" {cfg.reward.rm_type} grades one response; pass --custom-rm-path, or drop --group-rm"
+    )
+
+
 def evaluation_has_data_and_interval(cfg: RunConfig) -> str | None:
-    interval, data = cfg.evaluation.eval_interval, cfg.evaluation.eval_prompt_data
-    if interval is not None and not data:
+    interval, data, file = cfg.evaluation.eval_interval, cfg.evaluation.eval_prompt_data, cfg.evaluation.eval_config
+    if data and file is not None:
+        return f"eval_config = {file} and eval_prompt_data = {' '.join(data)} both name sets; drop --eval-prompt-data"
+    if file is not None and interval is None and cfg.rollout.num_rollout != 0:
+        return f"eval_config = {file}, but eval_interval is unset, so it would never be used; pass --eval-interval N"
+    if interval is not None and not data and file is None:
         return f"eval_interval = {interval}, but eval_prompt_data is empty; pass --eval-prompt-data NAME PATH"
     if data and interval is None and cfg.rollout.num_rollout != 0:
         return (
@@ -162,7 +174,18 @@ def evaluation_needs_engines(cfg: RunConfig) -> str | None:
     )
 
 
+def ids_that_end_a_response_are_heeded(cfg: RunConfig) -> str | None:
+    ids = cfg.rollout.rollout_stop_token_ids
+    if not cfg.rollout.rollout_ignore_eos or not ids:
+        return None
+    return (
+        f"rollout_ignore_eos = True lets responses run past rollout_stop_token_ids = {' '.join(map(str, ids))};"
+        " drop --rollout-stop-token-ids or --rollout-ignore-eos"
+    )
+
+
 RULES = (
+    ids_that_end_a_response_are_heeded,
     template_arguments_need_the_template,
     columns_differ,
     slices_are_readable,
@@ -170,9 +193,10 @@ RULES = (
     prompts_leave_room,
     one_grader_is_named,
     grader_is_known,
-    custom_grader_can_be_found,
     grader_has_labels,
     reward_key_needs_a_dict,
+    reward_server_has_an_address,
+    whole_groups_go_to_a_function,
     evaluation_has_data_and_interval,
     evaluation_data_is_in_pairs,
     evaluation_needs_engines,

@@ -38,6 +38,13 @@ def sft_has_no_policy_terms(cfg: RunConfig) -> str | None:
         "entropy_coef": algo.entropy_coef != 0,
         "use_rollout_logprobs": algo.use_rollout_logprobs,
         "eps_clip_c": algo.eps_clip_c is not None,
+        "kl_coef": algo.kl_coef != 0,
+        "normalize_advantages": algo.normalize_advantages,
+        "overlong_buffer_len": algo.overlong_buffer_len is not None,
+        "use_opsm": algo.use_opsm,
+        "use_tis": cfg.mismatch.use_tis,
+        "use_rs": cfg.mismatch.use_rs,
+        "use_opd": cfg.distill.use_opd,
     }
     used = [name for name, is_used in terms.items() if is_used]
     if not cfg.is_sft or not used:

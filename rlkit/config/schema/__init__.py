@@ -6,11 +6,12 @@ against each other. Nothing here is ever edited after parsing: derived numbers a
 standard library only.
 """
 
-from rlkit.config.schema.algo import AlgoConfig
+from rlkit.config.schema.algo import AlgoConfig, DistillConfig, MismatchConfig
 from rlkit.config.schema.cluster import ClusterConfig
 from rlkit.config.schema.engines import EngineConfig, SyncConfig
 from rlkit.config.schema.inputs import DataConfig, ModelConfig
-from rlkit.config.schema.records import CheckpointConfig, DebugConfig, LoggingConfig
+from rlkit.config.schema.records import CheckpointConfig, DebugConfig, LoggingConfig, ProfileConfig
+from rlkit.config.schema.recovery import RecoveryConfig
 from rlkit.config.schema.rollout import EvalConfig, RewardConfig, RolloutConfig
 from rlkit.config.schema.run import RunConfig
 from rlkit.config.schema.training import OptimizerConfig, TrainConfig
@@ -21,11 +22,15 @@ __all__ = [
     "ClusterConfig",
     "DataConfig",
     "DebugConfig",
+    "DistillConfig",
     "EngineConfig",
     "EvalConfig",
     "LoggingConfig",
+    "MismatchConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "ProfileConfig",
+    "RecoveryConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",

@@ -1,7 +1,7 @@
 """Where ranks and engines run."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +23,8 @@ class ClusterConfig:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto` takes CUDA where torch sees it. On `cpu` a "GPU" in the other flags is a rank slot: a process with its
     share of the cores."""
+    train_env_vars: dict[str, Any] = field(default_factory=dict[str, Any])
+    """JSON object of environment variables for the training ranks, e.g. '{"NCCL_DEBUG": "INFO"}'."""
     ray_address: str | None = None
     """Address of a running Ray cluster (`auto` inside `ray job submit`); unset starts a private one that ends with the
     run."""

@@ -16,6 +16,12 @@ class EngineConfig:
     """Seconds from process start to the first answer of an engine."""
     engine_timeout_s: float = 600.0
     """Seconds for one generation request before it is re-issued."""
+    rollout_external_engine_addrs: tuple[str, ...] = ()
+    """`host:port` of engines that run already: none is started, slept or restarted, and weights go to them by process
+    group or disk."""
+    use_fault_tolerance: bool = False
+    """Restart an engine that dies, load the current weights into it and route to it again, up to three times each;
+    unset, a dead engine ends the run."""
     embedded_max_running_requests: int = 64
     """Sequences that the embedded engine decodes together; more wait in its queue."""
     sglang: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -30,7 +36,17 @@ class SyncConfig:
     """`auto`: shared memory (`ipc`) when colocated, one process group (`nccl`; gloo on a CPU) when split."""
     update_weight_buffer_size: int = 512 * 1024 * 1024
     """Bytes of one bucket."""
+    update_weights_interval: int = 1
+    """Steps between two updates of the engines; they also get the last weights. Above 1, samples come from older
+    weights."""
+    pause_generation_mode: Literal["abort", "retract"] = "abort"
+    """What an update does to requests that are running. `abort` ends them with the tokens so far; `retract` holds them
+    back and goes on with the new weights, so that one response may span versions."""
     update_weight_disk_dir: str | None = None
     """Folder for the `disk` transport, visible to trainer and engines; unset means the run folder."""
     check_weight_update_equal: bool = False
-    """After every update compare checksums of all engine weights with the trainer's."""
+    """After every update prove that all engine weights are the trainer's: by checksum of every tensor for the embedded
+    engine, by a second load from disk for SGLang. Slow."""
+    check_weight_update_interval: int | None = None
+    """The same proof at the first update (start, resume, a restarted engine) and then at every so many; unset makes
+    none."""

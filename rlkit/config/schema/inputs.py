@@ -16,7 +16,7 @@ class ModelConfig:
     term needs it."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute and engine dtype. `auto` is bfloat16 on CUDA and float32 on a CPU. Master weights are always float32."""
-    attn_implementation: Literal["auto", "flash_attention_2", "sdpa", "eager"] = "auto"
+    attn_implementation: Literal["auto", "flash_attention_2", "flash_attention_3", "sdpa", "eager"] = "auto"
     """Attention of the trainer. `auto` takes flash-attn where it is installed, else torch's varlen or SDPA kernels."""
     trust_remote_code: bool = False
     """Run Python code that the checkpoint folder brings. Off unless asked for."""

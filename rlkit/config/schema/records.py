@@ -20,6 +20,9 @@ class CheckpointConfig:
     """Continue from this step's checkpoint instead of the newest complete one."""
     no_load_optim: bool = False
     """Take only weights from the checkpoint; optimizer and schedule start anew."""
+    async_save: bool = False
+    """Write a checkpoint while the next step runs: training waits only for a copy in host memory, which takes as much
+    of it as the checkpoint is large. It counts from when it is complete."""
     save_hf: str | None = None
     """Also export a Hugging Face checkpoint here at every save; `{rollout_id}` becomes the step."""
 
@@ -38,6 +41,29 @@ class LoggingConfig:
     """Project name there."""
     wandb_group: str | None = None
     """Group name there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileConfig:
+    """Where a training rank spends its time and memory. Files go to `<run folder>/profile`."""
+
+    use_pytorch_profiler: bool = False
+    """Record the training calls of some steps with torch's profiler: one Chrome trace for each step and rank."""
+    profile_step_start: int = 10
+    """First recorded step."""
+    profile_step_end: int = 12
+    """The step before this one is the last recorded."""
+    profile_ranks: tuple[int, ...] = ()
+    """Training ranks that record, also with `--record-memory-history`; unset means rank 0."""
+    record_memory_history: bool = False
+    """Remember every CUDA allocation with its stack and write a snapshot for https://pytorch.org/memory_viz, also when
+    memory runs out."""
+    memory_snapshot_dir: str | None = None
+    """Folder of the snapshots; unset means the profile folder."""
+    memory_snapshot_path: str = "snapshot.pickle"
+    """Name of the snapshot; rank and step go before its suffix."""
+    memory_snapshot_num_steps: int = 3
+    """Steps after which the snapshot is written and recording ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

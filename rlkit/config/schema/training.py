@@ -42,10 +42,18 @@ class TrainConfig:
     """Optimizer steps per rollout; unset follows from `--global-batch-size`, else 1."""
     max_tokens_per_gpu: int = 8192
     """Most tokens of one micro-batch on one GPU. A longer sample runs alone."""
-    log_probs_chunk_size: int = 1024
-    """Tokens whose logits are held in float32 at a time; bounds memory at large vocabularies."""
-    gradient_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass: slower, far less memory."""
+    context_parallel_size: int = 1
+    """Ranks that share the tokens of each sample: every one holds 1 / n of a micro-batch, which may then hold n times
+    `--max-tokens-per-gpu`. For responses that do not fit on one GPU."""
+    log_probs_chunk_size: int | None = None
+    """Tokens whose logits exist at a time; bounds memory at large vocabularies. Unset means 1024, on a GPU as many as
+    fill 1 GiB in float32 if that is more."""
+    gradient_checkpointing: bool | None = None
+    """Recompute every block's activations in the backward pass: slower, far less memory. Unset does so for as many
+    blocks as an estimate of memory demands; `--no-gradient-checkpointing` for none."""
+    torch_compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the trainer's blocks and log-probs with torch.compile; `auto` does so on GPUs. Compiled code is kept in
+    `~/.cache/rlkit` unless TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR say otherwise."""
     seed: int = 1234
     """Seed of the trainer's random state."""
     distributed_timeout_minutes: int = 10

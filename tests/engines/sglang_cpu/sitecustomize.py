@@ -30,12 +30,23 @@ class MemorySaver:
     resume = pause
 
 
+def first_use(name):
+    """The saver, which SGLang asks for once it has imported torch: its weight checker synchronizes a CUDA device, also
+    where there is none."""
+    if name != "torch_memory_saver":
+        raise AttributeError(name)
+    import torch
+
+    torch.cuda.synchronize = lambda device=None: None
+    return MemorySaver()
+
+
 def install():
     # Loaded once by path, the stub's soname serves every later library that names libcuda.so.1.
     ctypes.CDLL(os.path.join(sys.prefix, "lib", "libcuda_stub", "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
     module = types.ModuleType("torch_memory_saver")
     module.__spec__ = importlib.machinery.ModuleSpec("torch_memory_saver", None)
-    module.torch_memory_saver = MemorySaver()
+    module.__getattr__ = first_use
     module.TorchMemorySaver = MemorySaver
     module.configure_subprocess = MemorySaver().region
     sys.modules["torch_memory_saver"] = module

@@ -1,0 +1,97 @@
+"""Which checkpoint a session continues from, once it has proven itself: its files are what was saved, and its place in
+the data is the one that the run's ledger tells.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from rlkit.config.schema import RunConfig
+from rlkit.observability.audit import disagreements
+from rlkit.observability.ledger import Ledger, LedgerEvent, read_ledger
+from rlkit.orchestration.checkpoints import Checkpoint, CheckpointMeta, find_checkpoint, verify
+from rlkit.types.errors import CheckpointError, RunStopped
+
+logger = logging.getLogger(__name__)
+
+
+def checkpoint_to_continue(load: Path, save: Path, ledger: Path, *, step: int | None) -> Checkpoint | None:
+    """The verified checkpoint, or None for a fresh start. CheckpointError when there is one that must not be used."""
+    checkpoint = find_checkpoint(load, step)
+    if checkpoint is None:
+        if load != save:
+            raise CheckpointError(f"--load {load} holds no checkpoint of rlkit (iter_0000000/...)")
+        return None
+    verify(checkpoint)
+    if load == save:
+        check_ledger(ledger, checkpoint)
+    return checkpoint
+
+
+def check_ledger(ledger: Path, checkpoint: Checkpoint) -> None:
+    """CheckpointError when the ledger of the same run contradicts the checkpoint: prompts would be lost or trained on
+    twice.
+    """
+    if not ledger.is_file():
+        logger.warning("%s is not there, so the place in the data of %s cannot be checked", ledger, checkpoint.path)
+        return
+    problems = disagreements(read_ledger(ledger), step=checkpoint.meta.step, rollout_state=checkpoint.rollout_state)
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint.path} and {ledger} disagree: {'; '.join(problems)}. Continue from a checkpoint that fits "
+            "with --ckpt-step, or use its weights for a new run (--load with another --output-dir)"
+        )
+
+
+def write_start(ledger: Ledger, cfg: RunConfig, checkpoint: Checkpoint | None, step: int) -> None:
+    """STARTED, or RESUMED with what the checkpoint says."""
+    if cfg.debug.load_debug_rollout_data is not None:
+        source = "replay"
+    else:
+        source = "engines" if cfg.starts_engines else "labels"
+    if checkpoint is None:
+        ledger.write(LedgerEvent.STARTED, step=step, source=source, rollout_state={})
+        return
+    ledger.write(
+        LedgerEvent.RESUMED,
+        step=step,
+        source=source,
+        checkpoint_step=checkpoint.meta.step,
+        weight_version=checkpoint.meta.weight_version,
+        path=str(checkpoint.path),
+        rollout_state=ledger_state(checkpoint.rollout_state),
+    )
+
+
+def write_saved(ledger: Ledger, meta: CheckpointMeta, path: Path, rollout_state: dict[str, Any]) -> None:
+    """SAVED, and everything before it, is on the disk when this returns: a checkpoint never knows more than the
+    ledger.
+    """
+    ledger.write(
+        LedgerEvent.SAVED,
+        step=meta.step,
+        weight_version=meta.weight_version,
+        path=str(path),
+        rollout_state=ledger_state(rollout_state),
+    )
+    ledger.sync()
+
+
+def ledger_state(rollout_state: dict[str, Any]) -> dict[str, Any]:
+    """Of waiting groups their ids only: their tokens are in the checkpoint."""
+    waiting = [{"group": {"group_id": item["group"]["group_id"]}} for item in rollout_state.get("waiting", ())]
+    return {**rollout_state, "waiting": waiting}
+
+
+def note_end(ledger: Ledger, error: BaseException | None, *, next_step: int) -> None:
+    """How an attempt ended. `error`: what came out of it; None when all steps were made."""
+    match error:
+        case None:
+            ledger.write(LedgerEvent.FINISHED, step=next_step)
+        case RunStopped():
+            ledger.write(LedgerEvent.STOPPED, step=next_step, signal="SIGTERM", saved=True)
+        case KeyboardInterrupt() | SystemExit():
+            ledger.write(LedgerEvent.STOPPED, step=next_step, signal=str(error) or "SIGINT", saved=False)
+        case _:
+            ledger.write(LedgerEvent.FAILED, error=type(error).__name__, message=str(error)[:4000])
+    ledger.sync()

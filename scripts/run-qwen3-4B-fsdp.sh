@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Qwen3-4B on DAPO-Math-17k by GRPO, evaluated on AIME 2024: FSDP2 and SGLang on the same GPUs of one node.
+#
+#   MODEL=/models/Qwen3-4B TRAIN_DATA=dapo-math-17k.jsonl EVAL_DATA=aime-2024.jsonl \
+#       bash scripts/run-qwen3-4B-fsdp.sh [flags of train.py]
+#
+# Both files hold one JSON object a line with `prompt` (chat messages that ask for a last line `Answer: ...`) and `label`.
+# Environment: NUM_GPUS of this node (default 8), PYTHON (default: python).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+model=${MODEL:-/models/Qwen3-4B}
+train_data=${TRAIN_DATA:-/data/dapo-math-17k.jsonl}
+eval_data=${EVAL_DATA:-/data/aime-2024.jsonl}
+gpus=${NUM_GPUS:-8}
+
+is_dry_run=false
+for argument in "$@"; do
+    case "$argument" in --dry-run | --help | -h) is_dry_run=true ;; esac
+done
+if ! $is_dry_run; then
+    [[ -f "$model/config.json" ]] || {
+        echo "MODEL=$model holds no config.json; set MODEL to a folder with Qwen3-4B's Hugging Face checkpoint" >&2
+        exit 2
+    }
+    for variable in TRAIN_DATA:$train_data EVAL_DATA:$eval_data; do
+        [[ -f "${variable#*:}" ]] || {
+            echo "${variable%%:*}=${variable#*:} does not exist; set ${variable%%:*} to a JSONL file with prompt and label" >&2
+            exit 2
+        }
+    done
+fi
+
+data=(
+    --prompt-data "$train_data" --input-key prompt --label-key label --apply-chat-template --rollout-shuffle
+    --rm-type dapo
+    --eval-interval 20 --eval-prompt-data aime "$eval_data"
+    --n-samples-per-eval-prompt 16 --eval-max-response-len 16384
+)
+rollout=(
+    --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256
+    --rollout-max-response-len 8192 --rollout-temperature 1
+)
+loss=(--advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28)
+optimizer=(--lr 1e-6 --adam-beta1 0.9 --adam-beta2 0.98 --weight-decay 0.1)
+memory=(--max-tokens-per-gpu 9216 --sglang-mem-fraction-static 0.7)
+
+export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+exec "${PYTHON:-python}" train.py \
+    --hf-checkpoint "$model" \
+    --actor-num-gpus-per-node "$gpus" --num-gpus-per-node "$gpus" --colocate \
+    "${data[@]}" "${rollout[@]}" "${loss[@]}" "${optimizer[@]}" "${memory[@]}" \
+    --save-interval 20 --keep-checkpoints 2 --output-dir runs/qwen3-4B \
+    "$@"
