@@ -35,10 +35,10 @@ def build_updates(
     """[rank][optimizer step] of one rollout.
 
     Each block of `batch_size` consecutive rollouts, of one sample each unless they fan out into several, makes one
-    optimizer step (the last block holds what is left). Inside
-    a block, samples that cannot be trained on take no compute: not trainable, no finite reward (with `require_reward`;
-    SFT has none), or a loss mask of zeros. A block without any trainable sample becomes an update without
-    micro-batches. Raises DataError when a sample's lists do not fit together.
+    optimizer step (the last block holds what is left). Inside a block, samples that cannot be trained on take no
+    compute: not trainable, no finite reward (with `require_reward`; SFT has none), or a loss mask of zeros. A block
+    without any trainable sample becomes an update without micro-batches. Raises DataError when a sample's lists do not
+    fit together.
     """
     assert len(samples) == len(advantages) and batch_size > 0
     ranks: list[list[Update]] = [[] for _ in range(dp)]

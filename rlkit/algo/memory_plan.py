@@ -118,8 +118,9 @@ def block_bytes_per_token(shape: ModelShape, *, is_compiled: bool, compute_bytes
     """Bytes that one block keeps of a token.
 
     Eager, each RMS norm keeps its input in float32 and the normalised values, and the matrix products after it its
-    output; after the norms of q and k comes the rotary embedding, which keeps nothing; attention keeps q, k, v and its output; the MLP gate, activated gate, up and their product. Compiled, norms
-    and products are made again from what the matrix products and attention need anyway.
+    output; after the norms of q and k comes the rotary embedding, which keeps nothing; attention keeps q, k, v and its
+    output; the MLP gate, activated gate, up and their product. Compiled, norms and products are made again from what
+    the matrix products and attention need anyway.
     """
     hidden, queries, keys, wide = shape.hidden, shape.queries, shape.keys, shape.intermediate
     if is_compiled:

@@ -48,7 +48,7 @@ SLIME_ONLY: Mapping[str, str] = MappingProxyType(
         "num_critic_only_steps": "it belongs to PPO's critic, which is not there yet; remove it",
         "opd_type": "the teacher always scores inside the training ranks; pass --opd-teacher-load FOLDER",
         "get_mismatch_metrics": "mismatch metrics are always reported; remove it",
-        "custom_tis_function_path": "TIS, MIS and IcePop are built in; use --use-tis, --tis-mode, --tis-level, --use-rs",
+        "custom_tis_function_path": "TIS, MIS and IcePop are built in: --use-tis, --tis-mode, --tis-level, --use-rs",
         "custom_pg_loss_reducer_function_path": "use --loss-constant-length or --calculate-per-token-loss",
         "disable_rewards_normalization": "use --advantage-estimator reinforce_plus_plus for rewards as they are",
         "disable_compute_advantages_and_returns": "--loss-type sft_loss computes none; remove it",

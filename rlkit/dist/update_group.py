@@ -2,10 +2,8 @@
 ranks follow.
 
 Trainer and engines belong to different worlds, so the group is built beside torch's default one. torch has no public
-call for that;
-`_new_process_group_helper` is the one that SGLang uses for its half (same signature in torch 2.11 and 2.13). Used by
-`sync/` and by the
-embedded engine.
+call for that; `_new_process_group_helper` is the one that SGLang uses for its half (same signature in torch 2.11 and
+2.13). Used by `sync/` and by the embedded engine.
 """
 
 from datetime import timedelta

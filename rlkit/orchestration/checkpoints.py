@@ -64,8 +64,8 @@ def find_checkpoint(directory: Path, step: int | None = None) -> Checkpoint | No
     """The newest complete checkpoint, or that of `step`. None when the folder holds no checkpoint at all.
 
     Incomplete ones are skipped with a warning that names them. Raises CheckpointError when the wanted step is not
-    there, when only
-    incomplete ones are, or when a complete one has lost a part: training must not restart its data silently.
+    there, when only incomplete ones are, or when a complete one has lost a part: training must not restart its data
+    silently.
     """
     if not directory.is_dir():
         return None

@@ -1,8 +1,7 @@
 """Ray: start it or join it, and turn a layout into a placement group whose slots are ordered by node and GPU.
 
 Without CUDA a slot is a unit of the custom resource `rank_slot`; its bundle takes a hundredth of a CPU, because the
-cores are shared
-by hand (`threads_per_slot`) and not by Ray.
+cores are shared by hand (`threads_per_slot`) and not by Ray.
 """
 
 import logging

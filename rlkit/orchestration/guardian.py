@@ -3,12 +3,10 @@
     python -m rlkit.orchestration.guardian COMMAND ...      (started by `processes.py`, with a pipe as standard input)
 
 The parent keeps the other end of the pipe. When the parent dies in whatever way, the kernel closes it and the guardian
-ends the
-command's whole process group. PR_SET_PDEATHSIG alone would not do: it fires when the *thread* that started the child
-exits, and it is
-not inherited by grandchildren (SGLang's scheduler, torch's shared-memory manager). Should the guardian itself be
-killed, the command
-gets SIGKILL by PR_SET_PDEATHSIG, which is safe here because the guardian has one thread.
+ends the command's whole process group. PR_SET_PDEATHSIG alone would not do: it fires when the *thread* that started the
+child exits, and it is not inherited by grandchildren (SGLang's scheduler, torch's shared-memory manager). Should the
+guardian itself be killed, the command gets SIGKILL by PR_SET_PDEATHSIG, which is safe here because the guardian has one
+thread.
 
 Standard library only: it starts in a few hundredths of a second.
 """

@@ -2,8 +2,8 @@
 (`placement.py`).
 
 A slot is one GPU, or one rank slot on a machine without CUDA. Slots are numbered by (node, GPU); training ranks take
-them from 0 on,
-engines from 0 on too when colocated and behind the ranks when split. The dry run draws what this module returns.
+them from 0 on, engines from 0 on too when colocated and behind the ranks when split. The dry run draws what this module
+returns.
 """
 
 from dataclasses import dataclass

@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,11 +65,25 @@ def dump_stacks(processes: Sequence[psutil.Process], directory: Path) -> list[st
             if problem is None:
                 continue
             problems.append(problem)
-        signalled += ask_for_stacks(process)
+        if process.pid == os.getpid():
+            (directory / f"{process.pid}-this_process.txt").write_text(own_stacks())
+        else:
+            signalled += ask_for_stacks(process)
     if signalled:
         time.sleep(SETTLE_S)
         problems.append(f"{signalled} processes wrote their stacks to the end of their own log in {directory.parent}")
     return problems
+
+
+def own_stacks() -> str:
+    """Of every thread of this process, read with the interpreter's lock held: faulthandler reads without it and can
+    crash a process whose threads run on.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        parts.append(f"thread {names.get(ident, ident)}\n" + "".join(traceback.format_stack(frame)))
+    return "\n".join(parts)
 
 
 def find_py_spy() -> str | None:

@@ -2,8 +2,7 @@
 CPU, CUDA IPC on a GPU).
 
 Every engine is served by the training ranks on its own devices: the payload for engine rank i comes from the i-th of
-them, and the first
-of them makes the HTTP call. Only the handle travels through HTTP.
+them, and the first of them makes the HTTP call. Only the handle travels through HTTP.
 """
 
 import base64

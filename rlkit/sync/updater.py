@@ -7,8 +7,7 @@ Split:      pause (abort) -> wait until idle -> push -> verify version -> flush 
 Colocated:  engines are asleep and empty -> map weights -> push -> verify version -> map KV cache -> flush
 
 Buckets go out with flush_cache=false: SGLang asserts inside its scheduler that a flush succeeds, so it is asked for
-once, at a moment
-when nothing runs. No cached prefix survives an update.
+once, at a moment when nothing runs. No cached prefix survives an update.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,13 +2,12 @@
 planned.
 
 Shapes: S packed sequences, T packed tokens. Every per-token tensor is aligned with the token it is about: entry t
-belongs to `tokens_T[t]`,
-whose log-prob comes from the logits of position t-1. Entries at sequence starts and in prompts are zero.
+belongs to `tokens_T[t]`, whose log-prob comes from the logits of position t-1. Entries at sequence starts and in
+prompts are zero.
 
 Invariant: `loss_weight_T` already holds the global denominator of the whole optimizer step, so the loss of a step is
-the plain sum
-of `token_loss_T * loss_weight_T` over all micro-batches of all ranks. It depends on neither packing, micro-batching
-nor rank count.
+the plain sum of `token_loss_T * loss_weight_T` over all micro-batches of all ranks. It depends on neither packing,
+micro-batching nor rank count.
 """
 
 from dataclasses import dataclass, fields, replace

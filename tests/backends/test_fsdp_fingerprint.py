@@ -8,7 +8,7 @@ from fsdp_setup import all_weights, make_config, parts_of, rank_info, start_back
 
 from rlkit.backends.fsdp import fingerprint
 from rlkit.backends.fsdp.backend import FsdpBackend
-from rlkit.backends.fsdp.fingerprint import _mixed_sum, sums, file_fingerprints
+from rlkit.backends.fsdp.fingerprint import _mixed_sum, file_fingerprints, sums
 from rlkit.types.fingerprints import WORD, differing, merged, weights_digest
 
 

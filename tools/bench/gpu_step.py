@@ -6,9 +6,9 @@
     python tools/bench/gpu_step.py --workload W2 --device cpu --tiny  the benchmark itself, without a GPU
 
 The run is `train.py` with flags, as a user starts it; it is ended after the last step that counts, before it would
-save. The first two steps do not count. What follows a `--` is handed to `train.py`, e.g.
-`-- --no-gradient-checkpointing`.
-Everything measured is in `<output>/<workload>/result.json`; parts of earlier invocations with the same output are kept.
+save. The first two steps do not count. What follows a `--` is handed to `train.py`, e.g. `--
+--no-gradient-checkpointing`. Everything measured is in `<output>/<workload>/result.json`; parts of earlier invocations
+with the same output are kept.
 """
 
 import argparse
@@ -221,7 +221,7 @@ def wait_for_steps(driver: "subprocess.Popen[bytes]", run_dir: Path, bench: Benc
 def end(driver: "subprocess.Popen[bytes]") -> None:
     """As Ctrl-C does: the run takes its processes along."""
     if driver.poll() is None:
-        driver.send_signal(signal.SIGTERM)
+        driver.send_signal(signal.SIGINT)
         try:
             driver.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -8,9 +8,9 @@ the backend's public functions: `init`, `train`, `sleep`, `wake_up`, `save`. Tim
 warm-up. A table comes last; `--json FILE` keeps everything, `--profile FILE` the GPU's most expensive operators.
 
 MFU = tokens/s x (6 (N_blocks + N_head) + 6 L d S) / rate, with L layers, d query width and S the length of a sequence.
-Attention costs a token at position p 4 d p for forward, three times that with backward, and
-the mean p is S / 2: 6 L d S. Recomputed activations do not count. `rate` is what a bf16 product of two 8192 x 8192
-matrices reaches on this GPU (float32 and 1024 on a CPU), measured here.
+Attention costs a token at position p 4 d p for forward, three times that with backward, and the mean p is S / 2: 6 L d
+S. Recomputed activations do not count. `rate` is what a bf16 product of two 8192 x 8192 matrices reaches on this GPU
+(float32 and 1024 on a CPU), measured here.
 """
 
 import argparse
