@@ -23,6 +23,8 @@ class RankMesh:
     """
 
     mesh: DeviceMesh
+    shards: DeviceMesh
+    """One axis over all ranks, along which parameters are sharded and gradients reduced."""
     rank: int
     device: torch.device
 
@@ -47,11 +49,6 @@ class RankMesh:
     @property
     def context_group(self) -> ProcessGroup:
         return self.mesh["cp"].get_group()
-
-    @property
-    def shards(self) -> DeviceMesh:
-        """One axis over all ranks, along which parameters are sharded and gradients reduced."""
-        return self.mesh["dp_cp"]
 
     @property
     def shard_size(self) -> int:
@@ -89,8 +86,8 @@ def init_process_group(rank: RankInfo, *, timeout_s: float) -> RankMesh:
     cp = rank.context_parallel_size
     assert rank.world_size % cp == 0
     mesh = init_device_mesh(rank.device, (rank.world_size // cp, cp), mesh_dim_names=("dp", "cp"))
-    mesh["dp", "cp"]._flatten("dp_cp")
-    return RankMesh(mesh=mesh, rank=rank.rank, device=device)
+    shards = mesh._flatten("dp_cp")
+    return RankMesh(mesh=mesh, shards=shards, rank=rank.rank, device=device)
 
 
 def _store(rank: RankInfo, timeout: timedelta) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
