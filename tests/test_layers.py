@@ -39,7 +39,7 @@ ONLY_IN = {
     "matplotlib": ("observability",),
 }
 NEVER = {"config": ("torch", "numpy"), "rewards": ("torch",)}
-BASE_ONLY = {"backends": {"backends.base"}, "engines": {"engines.base", "engines.client"}}
+BASE_ONLY = {"backends": {"backends.base", "backends.out_of_memory"}, "engines": {"engines.base", "engines.client"}}
 """Of layer 3, the layers above see these modules only."""
 
 

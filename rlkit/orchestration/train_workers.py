@@ -11,6 +11,7 @@ import ray
 from ray import ObjectRef
 
 from rlkit.backends.base import Backend, create_backend
+from rlkit.backends.out_of_memory import explained
 from rlkit.config.schema import RunConfig
 from rlkit.engines.base import free_port
 from rlkit.observability.profiling import RankProfiler
@@ -47,7 +48,8 @@ class TrainWorker:
 
     def init(self, rank: RankInfo, resume_from: Path | None) -> InitReport:
         self._rank = rank
-        return self._backend.init(self._cfg, rank, resume_from=resume_from)
+        with explained("building the model", self._cfg):
+            return self._backend.init(self._cfg, rank, resume_from=resume_from)
 
     def connect(self, endpoints: Sequence[EngineEndpoint]) -> None:
         """Make the weight channel to the engines."""
@@ -57,24 +59,27 @@ class TrainWorker:
         self._channel = create_channel(self._cfg, self._rank, endpoints, run_dir=self._run_dir)
 
     def train(self, step: int, shard: list[Update]) -> MetricSet:
-        with self._profiler.step(step):
+        with explained(f"training step {step}", self._cfg), self._profiler.step(step):
             return self._backend.train(step, shard)
 
     def push_weights(self, version: int) -> PushReport:
         assert self._channel is not None
-        return self._channel.push(self._backend.weights, version)
+        with explained(f"sending weights v{version} to the engines", self._cfg):
+            return self._channel.push(self._backend.weights, version)
 
     def push_weights_to(self, endpoint: EngineEndpoint, version: int) -> PushReport:
         """To one engine alone, over a channel made for the purpose."""
         assert self._rank is not None
         channel = create_channel(self._cfg, self._rank, [endpoint], run_dir=self._run_dir)
         try:
-            return channel.push(self._backend.weights, version)
+            with explained(f"sending weights v{version} to engine {endpoint.index}", self._cfg):
+                return channel.push(self._backend.weights, version)
         finally:
             channel.close()
 
     def save(self, step: int, directory: Path, hf_directory: Path | None) -> None:
-        self._backend.save(step, directory, hf_directory=hf_directory)
+        with explained(f"saving step {step}", self._cfg):
+            self._backend.save(step, directory, hf_directory=hf_directory)
 
     def fingerprint(self) -> dict[str, int]:
         return self._backend.fingerprint()
@@ -89,7 +94,8 @@ class TrainWorker:
         self._backend.sleep()
 
     def wake_up(self) -> None:
-        self._backend.wake_up()
+        with explained("waking up", self._cfg):
+            self._backend.wake_up()
 
 
 RemoteTrainWorker: Any = ray.remote(TrainWorker)
