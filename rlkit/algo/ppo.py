@@ -24,7 +24,7 @@ def clipped_objective(
 
     max(-ratio * A, -clip(ratio, 1 - eps_clip, 1 + eps_clip_high) * A), and for A < 0 at most `eps_clip_c` * |A|.
     """
-    if eps_clip_c is not None and eps_clip_c <= 1.0:
+    if eps_clip_c is not None and not eps_clip_c > 1.0:
         raise ConfigError(f"--eps-clip-c {eps_clip_c} must be above 1: it bounds the loss at c * |advantage|; try 3.0")
     eps_high = eps_clip if eps_clip_high is None else eps_clip_high
     # bounded before exp: an infinite ratio turns into NaN in the gradient even where the clip takes the other branch

@@ -5,6 +5,7 @@ A file is YAML or TOML: `eval.datasets` is a list of tables with `name` and `pat
 them. Read by rules and by `rollout/evaluate.py`.
 """
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -61,11 +62,47 @@ def eval_sets(cfg: RunConfig) -> list[EvalSet]:
         if len(words) % 2:
             raise ConfigError(f"--eval-prompt-data takes pairs `name path`; {words[-1]!r} has no path")
         sets = [replace(base, name=name, path=path) for name, path in zip(words[::2], words[1::2], strict=True)]
+    for item in sets:
+        if problem := _problem(item):
+            where = cfg.evaluation.eval_config or "--eval-prompt-data"
+            raise ConfigError(f"{where}, set {item.name!r}: {problem}")
     names = [item.name for item in sets]
     if twice := [name for name in names if names.count(name) > 1]:
         where = cfg.evaluation.eval_config or "--eval-prompt-data"
         raise ConfigError(f"{where}: a name is given twice: {', '.join(twice)}")
     return sets
+
+
+def _problem(item: EvalSet) -> str | None:
+    """What a number of the set must not be."""
+    ranges: list[tuple[str, float, bool, str]] = [
+        (
+            "n_samples_per_eval_prompt",
+            item.n_samples_per_eval_prompt,
+            item.n_samples_per_eval_prompt >= 1,
+            "at least 1",
+        ),
+        ("temperature", item.temperature, 0 <= item.temperature < math.inf, "at least 0; 0 is greedy"),
+        ("top_p", item.top_p, 0 < item.top_p <= 1, "above 0 and at most 1"),
+        ("top_k", item.top_k, item.top_k == -1 or item.top_k >= 1, "at least 1, or -1 for the whole vocabulary"),
+        ("max_response_len", item.max_response_len, item.max_response_len >= 1, "at least 1"),
+        (
+            "max_prompt_len",
+            item.max_prompt_len or 0,
+            item.max_prompt_len is None or item.max_prompt_len >= 1,
+            "at least 1",
+        ),
+        ("repetition_penalty", item.repetition_penalty, 0 < item.repetition_penalty <= 2, "above 0 and at most 2"),
+        (
+            "min_new_tokens",
+            item.min_new_tokens,
+            0 <= item.min_new_tokens <= item.max_response_len,
+            f"at least 0 and at most max_response_len = {item.max_response_len}",
+        ),
+    ]
+    return next(
+        (f"{name} = {value} must be {wanted}" for name, value, is_right, wanted in ranges if not is_right), None
+    )
 
 
 def _inherited(cfg: RunConfig) -> EvalSet:

@@ -143,7 +143,8 @@ class Generator:
         if budget <= 0:
             sample.status = SampleStatus.TRUNCATED
             return Outcome()
-        turn = replace(sampling, max_new_tokens=budget)
+        at_least = max(0, min(sampling.min_new_tokens - sample.response_length, budget))  # of the whole response too
+        turn = replace(sampling, max_new_tokens=budget, min_new_tokens=at_least)
         attempt, first_failed = 0, time.monotonic()
         while True:
             if attempt:

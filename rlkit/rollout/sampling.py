@@ -11,7 +11,7 @@ from pathlib import Path
 from rlkit.config.eval_sets import EvalSet
 from rlkit.config.schema import RunConfig
 from rlkit.types.errors import ConfigError
-from rlkit.types.generation import SamplingParams
+from rlkit.types.generation import CONTEXT_RESERVE, SamplingParams
 
 _SCALED_BY_FACTOR = ("linear", "dynamic", "yarn")
 """RoPE scalings whose `max_position_embeddings` is the length before scaling, unless the original is stated beside."""
@@ -53,12 +53,14 @@ def context_limit(cfg: RunConfig) -> int | None:
     """Most tokens of prompt and response: `--rollout-max-context-len` or what the engine can hold, whichever is less.
 
     The engine can hold `--sglang-context-length` if that is given, else what the checkpoint's `config.json` says; None
-    where nothing states a limit. A ConfigError if there is no readable `config.json`.
+    where nothing states a limit. The last positions of it do not count: an engine refuses to continue a response there.
+    A ConfigError if there is no readable `config.json`.
     """
     engine_limit = cfg.engine.sglang.get("context_length")
     if engine_limit is None:
         engine_limit = _model_limit(Path(cfg.model.hf_checkpoint) / "config.json")
-    limits = [cfg.rollout.rollout_max_context_len, engine_limit]
+    usable = None if engine_limit is None else int(engine_limit) - CONTEXT_RESERVE
+    limits = [cfg.rollout.rollout_max_context_len, usable]
     return min((int(limit) for limit in limits if limit is not None), default=None)
 
 

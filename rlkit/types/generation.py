@@ -4,6 +4,10 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+CONTEXT_RESERVE = 6
+"""Positions at the end of the context in which both engines refuse a prompt to end (SGLang 0.5.17: `Input length ...
+exceeds the maximum allowed length`)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:

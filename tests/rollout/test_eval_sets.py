@@ -198,3 +198,26 @@ def test_pass_rates_of_training_rollouts_on_demand():
     ]
     assert "rollout/pass@2" not in rollout_metrics(groups, seconds=1.0)
     assert rollout_metrics(groups, seconds=1.0, log_passrate=True)["rollout/pass@2"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("n_samples_per_eval_prompt: 0", "n_samples_per_eval_prompt = 0 must be at least 1"),
+        ("temperature: .nan", "temperature = nan must be at least 0"),
+        ("temperature: -1.0", "temperature = -1.0"),
+        ("top_p: 2.0", "top_p = 2.0 must be above 0 and at most 1"),
+        ("top_k: 0", "top_k = 0"),
+        ("max_response_len: 0", "max_response_len = 0 must be at least 1"),
+        ("max_prompt_len: 0", "max_prompt_len = 0 must be at least 1"),
+        ("repetition_penalty: -1.0", "repetition_penalty = -1.0"),
+        ("min_new_tokens: 500", "min_new_tokens = 500 must be at least 0 and at most max_response_len = 16"),
+    ],
+    ids=lambda text: text.split(" ")[0],
+)
+def test_numbers_of_a_set_are_checked(make_run: MakeRun, tmp_path: Path, given: str, said: str):
+    file = write(
+        tmp_path, "datasets: [{{name: a, path: {folder}/small.jsonl, max_response_len: 16, " + given + "}}]", ".yaml"
+    )
+    cfg = make_run(evaluation={"eval_interval": 1, "eval_config": file})
+    assert any(said in problem and "'a'" in problem for problem in check_paths(cfg)), check_paths(cfg)

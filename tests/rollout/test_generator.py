@@ -377,6 +377,28 @@ def test_rr01_a_continued_response_gets_the_remaining_budget():
     assert sampling.max_new_tokens == limit
 
 
+@pytest.mark.parametrize(
+    ("already", "context", "expected"),
+    [(0, None, (20, 100)), (15, None, (5, 85)), (90, None, (0, 10)), (0, 15, (12, 12))],
+    ids=["whole", "continued", "minimum-reached", "context-below-minimum"],
+)
+def test_the_minimum_counts_over_the_whole_response_and_never_exceeds_the_budget(
+    already: int, context: int | None, expected: tuple[int, int]
+):
+    sampling = SamplingParams(max_new_tokens=100, min_new_tokens=20, stop_token_ids=(EOS,))
+
+    async def main() -> dict[str, Any]:
+        async with running_engine(FakeEngine()) as engine:
+            sample = new_sample()
+            if already:
+                append_generation(sample, generation([9] * already, reason=FinishReason.ABORT))
+            await new_generator(engine.url, max_context_len=context).generate(sample, sampling)
+            return engine.requests[0]["sampling_params"]
+
+    sent = run(main())
+    assert (sent["min_new_tokens"], sent["max_new_tokens"]) == expected
+
+
 def test_remaining_tokens_counts_the_context_from_prompt_and_response():
     sample = new_sample(prompt=[2] * 50)
     append_generation(sample, generation([9] * 37, reason=FinishReason.ABORT))

@@ -46,13 +46,13 @@ def test_eval_overrides_win_also_where_they_are_zero():
 @pytest.mark.parametrize(
     ("model", "user", "engine", "expected"),
     [
-        ({"max_position_embeddings": 512}, None, None, 512),
+        ({"max_position_embeddings": 512}, None, None, 506),
         ({"max_position_embeddings": 512}, 100, None, 100),
-        ({"max_position_embeddings": 512}, 1000, None, 512),
+        ({"max_position_embeddings": 512}, 1000, None, 506),
         ({"max_position_embeddings": 512}, 1000, 2000, 1000),
-        ({"max_position_embeddings": 512}, None, 200, 200),
-        ({"text_config": {"max_position_embeddings": 64}}, None, None, 64),
-        ({"max_position_embeddings": 512, "rope_scaling": {"type": "yarn", "factor": 4.0}}, None, None, 2048),
+        ({"max_position_embeddings": 512}, None, 200, 194),
+        ({"text_config": {"max_position_embeddings": 64}}, None, None, 58),
+        ({"max_position_embeddings": 512, "rope_scaling": {"type": "yarn", "factor": 4.0}}, None, None, 2042),
         (
             {
                 "max_position_embeddings": 2048,
@@ -60,9 +60,9 @@ def test_eval_overrides_win_also_where_they_are_zero():
             },
             None,
             None,
-            2048,
+            2042,
         ),
-        ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, None, None, 512),
+        ({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, None, None, 506),
         ({}, None, None, None),
     ],
     ids=[

@@ -35,7 +35,8 @@ class RolloutConfig:
     rollout_skip_special_tokens: bool = False
     """Leave special tokens out of the response text that graders see."""
     start_rollout_id: int | None = None
-    """First step; unset continues after the loaded checkpoint, or starts at 0."""
+    """First step; unset continues after the loaded checkpoint, or starts at 0. It numbers steps and does not move the
+    position in the prompt file: that is the loaded checkpoint's, or the start."""
     over_sampling_batch_size: int | None = None
     """Prompts started at once, and again whenever those running cannot fill the batch any more; unset means
     `--rollout-batch-size`. Generation ends the moment that many groups are kept."""

@@ -15,11 +15,9 @@ from rlkit.engines.embedded.detokenize import IncrementalText, StopStringFinder
 from rlkit.engines.embedded.request import NO_INPUT_LOGPROBS, EngineRequest, Output
 from rlkit.engines.embedded.sampling import uniform_numbers
 from rlkit.types.errors import EngineError
-from rlkit.types.generation import SamplingParams
+from rlkit.types.generation import CONTEXT_RESERVE, SamplingParams
 
 DEFAULT_MAX_NEW_TOKENS = 128
-RESERVED_FOR_INPUT = 6
-"""A prompt must be shorter than the context by more than this."""
 RESERVED_FOR_OUTPUT = 2
 """Positions at the end of the context that a response never fills."""
 
@@ -196,10 +194,10 @@ class RequestReader:
                 f"total of {total} tokens: {num_prompt} tokens from the input messages and {params.max_new_tokens} "
                 "tokens for the completion."
             )
-        if num_prompt >= limit - RESERVED_FOR_INPUT:
+        if num_prompt >= limit - CONTEXT_RESERVE:
             raise Refusal(
                 f"Input length ({num_prompt} tokens) exceeds the maximum allowed length "
-                f"({limit - RESERVED_FOR_INPUT} tokens)."
+                f"({limit - CONTEXT_RESERVE} tokens)."
             )
         room = limit - RESERVED_FOR_OUTPUT - num_prompt
         return replace(
