@@ -5,7 +5,7 @@
 #       bash scripts/run-qwen3-4B-fsdp.sh [flags of train.py]
 #
 # Both files hold one JSON object a line with `prompt` (chat messages that ask for a last line `Answer: ...`) and `label`.
-# Environment: NUM_GPUS of this node (default 8), PYTHON (default: python).
+# Environment: NUM_GPUS of this node (default 8), PYTHON (default: that of .venv, else python).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -46,7 +46,9 @@ optimizer=(--lr 1e-6 --adam-beta1 0.9 --adam-beta2 0.98 --weight-decay 0.1)
 memory=(--max-tokens-per-gpu 9216 --sglang-mem-fraction-static 0.7)
 
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-exec "${PYTHON:-python}" train.py \
+here=python
+[[ -x .venv/bin/python ]] && here=.venv/bin/python # where scripts/install.sh puts it
+exec "${PYTHON:-$here}" train.py \
     --hf-checkpoint "$model" \
     --actor-num-gpus-per-node "$gpus" --num-gpus-per-node "$gpus" --colocate \
     "${data[@]}" "${rollout[@]}" "${loss[@]}" "${optimizer[@]}" "${memory[@]}" \

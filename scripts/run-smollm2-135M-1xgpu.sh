@@ -16,7 +16,9 @@ for argument in "$@"; do
     case "$argument" in --dry-run | --help | -h) is_dry_run=true ;; esac
 done
 if $is_dry_run; then
-    python=${PYTHON:-python} # planning needs nothing installed but rlkit
+    here=python # planning needs nothing installed but rlkit
+    [[ -x .venv/bin/python ]] && here=.venv/bin/python
+    python=${PYTHON:-$here}
 else
     python=${PYTHON:-$(bash scripts/install.sh smollm2)}
 fi

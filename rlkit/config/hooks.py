@@ -121,8 +121,7 @@ def check_source(hook: Hook, path: str) -> str | None:
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     found = [node for node in functions if node.name == name]
     if not found:
-        has_other_ways = any(not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in tree.body)
-        if has_other_ways or not functions:  # an import, a class or an assignment may bind the name
+        if _may_bind(tree, name) or not functions:
             return None
         told = ", ".join(node.name for node in functions)
         return f"{hook.field} = {path}: {file} has no {name!r}, it has {told}; correct {hook.flag}"
@@ -135,6 +134,23 @@ def check_source(hook: Hook, path: str) -> str | None:
     if hook.must_be_async and isinstance(node, ast.FunctionDef):
         return f"{shown}; line {node.lineno} is a plain function, write `async def {name}`"
     return None
+
+
+def _may_bind(tree: ast.Module, name: str) -> bool:
+    """Whether something other than a `def` at the top of the file could make the name: only an import can tell."""
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            bound = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            if name in bound or "*" in bound:
+                return True
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.ClassDef):
+            if any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(node)):
+                return True
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                return True
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Expr):
+            return True  # an `if`, a `try`, a loop
+    return False
 
 
 def load_function(hook: Hook, path: str) -> Callable[..., Any]:

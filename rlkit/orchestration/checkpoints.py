@@ -60,6 +60,13 @@ def start_step(checkpoint: Checkpoint | None, start_rollout_id: int | None) -> i
     return checkpoint.meta.step + 1 if checkpoint is not None else 0
 
 
+def has_complete(directory: Path) -> bool:
+    """Whether a run could continue from this folder."""
+    return directory.is_dir() and any(
+        NAME.fullmatch(path.name) and (path / MARKER).is_file() for path in directory.iterdir()
+    )
+
+
 def find_checkpoint(directory: Path, step: int | None = None) -> Checkpoint | None:
     """The newest complete checkpoint, or that of `step`. None when the folder holds no checkpoint at all.
 

@@ -9,14 +9,20 @@ from typing import Any
 from rlkit.config.schema import RunConfig
 from rlkit.observability.audit import disagreements
 from rlkit.observability.ledger import Ledger, LedgerEvent, read_ledger
-from rlkit.orchestration.checkpoints import Checkpoint, CheckpointMeta, find_checkpoint, verify
+from rlkit.orchestration.checkpoints import Checkpoint, CheckpointMeta, find_checkpoint, has_complete, verify
 from rlkit.types.errors import CheckpointError, RunStopped
 
 logger = logging.getLogger(__name__)
 
 
 def checkpoint_to_continue(load: Path, save: Path, ledger: Path, *, step: int | None) -> Checkpoint | None:
-    """The verified checkpoint, or None for a fresh start. CheckpointError when there is one that must not be used."""
+    """The verified checkpoint, or None for a fresh start. CheckpointError when there is one that must not be used.
+
+    A run that has checkpoints of its own (in `save`) continues from those, whatever `load` it was started from, unless
+    a `step` is asked for.
+    """
+    if load != save and step is None and has_complete(save):
+        load = save
     checkpoint = find_checkpoint(load, step)
     if checkpoint is None:
         if load != save:

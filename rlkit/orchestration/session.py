@@ -31,6 +31,8 @@ from rlkit.orchestration.checkpoints import (
 from rlkit.orchestration.oversight import Oversight
 from rlkit.orchestration.pending_save import CommittedSave, PendingSave
 from rlkit.orchestration.resuming import checkpoint_to_continue, note_end, write_saved, write_start
+from rlkit.orchestration.run_lock import exclusive
+from rlkit.orchestration.run_notes import LearningWatch, changed_settings
 from rlkit.orchestration.saving import SaveGuard, all_or_nothing
 from rlkit.orchestration.startup import Startup
 from rlkit.sync.versions import advanced
@@ -51,7 +53,8 @@ class RunFolders:
     @classmethod
     def of(cls, cfg: RunConfig, run_dir: Path) -> Self:
         save = Path(cfg.checkpoint.save) if cfg.checkpoint.save is not None else run_dir / "checkpoints"
-        return cls(run=run_dir, save=save, load=Path(cfg.checkpoint.load) if cfg.checkpoint.load is not None else save)
+        load = Path(cfg.checkpoint.load) if cfg.checkpoint.load is not None else save
+        return cls(run=run_dir, save=save.resolve(), load=load.resolve())
 
 
 class Session:
@@ -101,7 +104,9 @@ class Session:
         note_end(self._ledger, error, next_step=self._next_step)
 
     def _open_run_folder(self) -> None:
-        self.folders.run.mkdir(parents=True, exist_ok=True)
+        for folder in {self.folders.run, self.folders.save}:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._exit.enter_context(exclusive(folder))
         set_up_logging(self.folders.run, "driver", console_level=logging.WARNING)
         ledger_path = self.folders.run / "ledger.jsonl"
         self.checkpoint = checkpoint_to_continue(
@@ -113,11 +118,16 @@ class Session:
                 f"nothing to do: the next step is {self.start_step} and --num-rollout is {self.num_steps}; "
                 f"raise --num-rollout, or start anew with another --output-dir (checkpoints: {self.folders.load})"
             )
-        (self.folders.run / "config.json").write_text(json.dumps(self._config_json, indent=2))
+        config_path = self.folders.run / "config.json"
+        changed = changed_settings(config_path, self._config_json) if self.checkpoint is not None else []
+        config_path.write_text(json.dumps(self._config_json, indent=2))
         self.console = Console(total_steps=self.num_steps)
+        self._learning = LearningWatch(self.console.say)
         self.console.say(f"run folder {self.folders.run}")
         if self.checkpoint is not None:
             self.console.say(f"continuing at step {self.start_step} from {self.checkpoint.path}")
+        if changed:
+            self.console.say(f"settings that differ from this folder's last start: {', '.join(changed)}")
         self._log = self._exit.enter_context(MetricLog(self._sinks()))
         self._ledger = self._exit.enter_context(Ledger(ledger_path))
         self._exit.push(self._note_end)
@@ -229,6 +239,7 @@ class Session:
     def report(self, step: int) -> None:
         """Write the step's row of metrics."""
         seconds = time.perf_counter() - self._step_began
+        self._learning.look(self._metrics)
         self._log.write(step, {**self._metrics, **self._spans.drain(), "time/step_s": seconds})
         self._metrics = {}
         self._next_step = step + 1

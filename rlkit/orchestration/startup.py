@@ -201,12 +201,14 @@ class Startup:
 
     def _say_ready(self, reports: Sequence[InitReport], engines: int, seconds: float) -> None:
         size = f" of {reports[0].num_params / 1e6:.1f} M parameters" if reports else ""
-        ranks = len(self._layout.rank_slots)
-        self._console.say(
-            f"{ranks} training ranks{size} and {engines} engines on {self._device}, up in {seconds:.0f} s"
-        )
+        ranks = count(len(self._layout.rank_slots), "training rank")
+        self._console.say(f"{ranks}{size} and {count(engines, 'engine')} on {self._device}, up in {seconds:.0f} s")
         if reports and self._device == "cuda":
             self._console.say(f"trainer: {reports[0].memory_plan}")
+
+
+def count(number: int, one: str) -> str:
+    return f"{number} {one}{'' if number == 1 else 's'}"
 
 
 def resolve_device(cfg: RunConfig) -> Literal["cpu", "cuda"]:

@@ -72,10 +72,18 @@ def test_a_damaged_file_is_found_before_anything_starts(tmp_path):
 def test_a_checkpoint_of_another_run_is_not_held_against_this_ledger(tmp_path):
     run_of_one_step(tmp_path / "first")
     save(tmp_path / "first", 7)
-    run_of_one_step(tmp_path / "second")
+    (tmp_path / "second" / "checkpoints").mkdir(parents=True)
     assert continue_run(tmp_path / "second", load=tmp_path / "first" / "checkpoints") is not None
     with pytest.raises(CheckpointError, match=r"--load .* holds no checkpoint"):
         continue_run(tmp_path / "second", load=tmp_path / "nowhere")
+
+
+def test_a_run_that_was_started_from_another_continues_from_its_own_checkpoints(tmp_path):
+    """The same command again: --load says where it began."""
+    run_of_one_step(tmp_path / "first")
+    run_of_one_step(tmp_path / "second")
+    found = continue_run(tmp_path / "second", load=tmp_path / "first" / "checkpoints")
+    assert found is not None and found.path.parent == tmp_path / "second" / "checkpoints"
 
 
 def test_without_a_ledger_there_is_a_warning(tmp_path, caplog):

@@ -58,6 +58,8 @@ class _FileWriter:
 
     def __init__(self, directory: Path, specs: list[WeightSpec], max_file_bytes: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
+        # written last: until then the folder, which may hold an older export, is no checkpoint
+        (directory / "config.json").unlink(missing_ok=True)
         self._directory = directory
         self._file_of = _plan_files(specs, max_file_bytes)
         self._total_bytes = sum(spec.num_bytes for spec in specs)

@@ -1,6 +1,7 @@
 """What the file system has to hold. Checked before launch; the dry run only mentions it, as it runs anywhere."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,19 +34,26 @@ def checkpoints_are_there(cfg: RunConfig) -> list[str]:
     return found
 
 
-def teacher_reads_the_same_tokens(cfg: RunConfig) -> list[str]:
-    """A teacher of another vocabulary would score other words, in silence. Asked where both tokenizers can be read."""
-    folder = cfg.distill.opd_teacher_load
-    if not cfg.needs_teacher or folder is None:
-        return []
+def scoring_models_read_the_same_tokens(cfg: RunConfig) -> list[str]:
+    """A teacher or reference of another vocabulary would score other words, in silence."""
+    found: list[str] = []
+    if cfg.needs_teacher and cfg.distill.opd_teacher_load is not None:
+        found += _other_vocabulary(cfg, "opd_teacher_load", cfg.distill.opd_teacher_load)
+    if cfg.needs_reference and cfg.model.ref_load is not None:
+        found += _other_vocabulary(cfg, "ref_load", cfg.model.ref_load)
+    return found
+
+
+def _other_vocabulary(cfg: RunConfig, name: str, folder: str) -> list[str]:
+    """Asked where both tokenizers can be read."""
     ours, theirs = (_read_vocabulary(path) for path in (cfg.model.hf_checkpoint, folder))
     if ours is None or theirs is None or ours == theirs:
         return []
     num_other = sum(theirs.get(token) != number for token, number in ours.items())
     return [
-        f"opd_teacher_load = {folder} has another vocabulary than hf_checkpoint = {cfg.model.hf_checkpoint}:"
+        f"{name} = {folder} has another vocabulary than hf_checkpoint = {cfg.model.hf_checkpoint}:"
         f" {num_other} of {len(ours)} tokens mean something else there;"
-        " pass an --opd-teacher-load of the same tokenizer"
+        f" pass a --{name.replace('_', '-')} of the same tokenizer"
     ]
 
 
@@ -60,6 +68,33 @@ def prompt_files_are_there(cfg: RunConfig) -> list[str]:
         for name, path in files
         if not Path(without_slice(path)).is_file()
     ]
+
+
+def first_row_has_the_columns(cfg: RunConfig) -> list[str]:
+    """A misspelt column is found here, not after Ray is up. The other rows are read when the run starts."""
+    if not reads_prompts(cfg) or not cfg.data.prompt_data:
+        return []
+    path = Path(without_slice(cfg.data.prompt_data))
+    row = _first_row(path)
+    if row is None:
+        return []
+    wanted = [("input_key", cfg.data.input_key), ("label_key", cfg.data.label_key)]
+    return [
+        f"{name} = {key}: the first row of {path} has no such column, it has {', '.join(map(repr, row))};"
+        f" correct --{name.replace('_', '-')}"
+        for name, key in wanted
+        if key is not None and key not in row
+    ]
+
+
+def _first_row(path: Path) -> Mapping[str, Any] | None:
+    """None where it cannot be read here; the reader of the data says why, with the line."""
+    try:
+        with path.open("rb") as file:
+            row = json.loads(file.readline())
+    except (OSError, ValueError):
+        return None
+    return cast("Mapping[str, Any]", row) if isinstance(row, dict) else None
 
 
 def evaluation_sets_can_be_read(cfg: RunConfig) -> list[str]:
@@ -151,8 +186,9 @@ def _read_vocabulary(folder: str) -> dict[str, int] | None:
 
 PATH_RULES = (
     checkpoints_are_there,
-    teacher_reads_the_same_tokens,
+    scoring_models_read_the_same_tokens,
     prompt_files_are_there,
+    first_row_has_the_columns,
     functions_can_be_called,
     evaluation_sets_can_be_read,
     resumed_folder_is_there,

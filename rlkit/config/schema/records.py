@@ -15,7 +15,8 @@ class CheckpointConfig:
     keep_checkpoints: int | None = None
     """Keep this many of the newest complete checkpoints; unset keeps all."""
     load: str | None = None
-    """Checkpoint folder to continue from; unset looks into the folder of `--save`."""
+    """Checkpoint folder to start from; unset looks into the folder of `--save`. A run that has checkpoints of its own
+    there continues from those."""
     ckpt_step: int | None = None
     """Continue from this step's checkpoint instead of the newest complete one."""
     no_load_optim: bool = False
