@@ -61,6 +61,17 @@ class PendingSave:
             self._actor.finish_save()
         return self._commit()
 
+    def rescue(self, *, may_ask_ranks: bool) -> CommittedSave | None:
+        """For a run that ends early: commit what is written, None where it is not. Ranks that may be hung or at work
+        are not asked.
+        """
+        if self._committing is None:
+            if not self._staging.is_dir():
+                return None  # a save that failed has removed it
+            if not (may_ask_ranks and self._actor.is_save_done()):
+                return None
+        return self.finish()
+
     def _commit(self) -> CommittedSave:
         with all_or_nothing(self._staging):
             path = commit(self._staging, self._meta, self._rollout_state, tensors=self._tensors)

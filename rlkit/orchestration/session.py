@@ -36,7 +36,7 @@ from rlkit.orchestration.run_notes import LearningWatch, changed_settings
 from rlkit.orchestration.saving import SaveGuard, all_or_nothing
 from rlkit.orchestration.startup import Startup
 from rlkit.sync.versions import advanced
-from rlkit.types.errors import CheckpointError
+from rlkit.types.errors import CheckpointError, HangError, RlkitError
 from rlkit.types.ranks import MetricSet
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,16 @@ class Session:
     ) -> None:
         if error is not None and not isinstance(error, KeyboardInterrupt):
             logger.info("the run failed", exc_info=error)  # to the log alone; the entry point tells the user
+        if self._pending is not None:
+            self._rescue(self._pending, error)
         self._exit.__exit__(kind, error, trace)
+
+    def _rescue(self, pending: PendingSave, error: BaseException | None) -> None:
+        """A checkpoint that the ranks have written is kept, however the run ends."""
+        try:
+            self._note_saved(pending.rescue(may_ask_ranks=not isinstance(error, (KeyboardInterrupt, HangError))))
+        except RlkitError as other:
+            logger.warning("the save in progress is lost: %s", other)
 
     def _note_end(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
