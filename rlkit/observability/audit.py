@@ -118,6 +118,11 @@ class Judge:
         ]
         if missing:
             self._history.problems.append(f"{named('group', missing)} never issued, although later ones were")
+        num_issued = sum(group.issued is not None for group in self._history.groups.values())
+        if num_issued > self._history.num_drawn:
+            self._history.problems.append(
+                f"{num_issued} groups were issued, but only {self._history.num_drawn} were drawn from the prompt file"
+            )
         rows: dict[tuple[int, int], list[int]] = {}
         for group in self._history.groups.values():
             if group.issued is not None:

@@ -100,16 +100,28 @@ class History:
             case LedgerEvent.TRAINED:
                 self._add_training(fields)
             case LedgerEvent.SAVED:
+                if self.trained and fields["step"] not in self.trained:
+                    self.problems.append(f"step {fields['step']} was saved, but the ledger does not know its training")
                 self._saves.add(fields["step"])
                 self._lost_saves.pop(fields["step"], None)
             case LedgerEvent.FINISHED:
                 self.is_finished = True
+                if self.trained and max(self.trained) != fields["step"] - 1:
+                    self.problems.append(
+                        f"the run finished before step {fields['step']}, but the last step that the ledger knows of is "
+                        f"{max(self.trained)}"
+                    )
             case LedgerEvent.FAILED:
                 self.notes.append(f"an attempt failed: {fields['error']}: {fields['message'].splitlines()[0]}")
             case LedgerEvent.STOPPED:
                 self.notes.append(f"stopped by signal {fields['signal']} before step {fields['step']}")
             case LedgerEvent.RESTARTED:
                 self.restarts += 1
+
+    @property
+    def num_drawn(self) -> int:
+        """Groups of the effective draws."""
+        return sum(draw["num_groups"] for draw in self._draws)
 
     # ---- starts and resumes ----------------------------------------------------------------------------------------
 
@@ -242,6 +254,8 @@ class History:
         if rank in ranks:
             self.problems.append(f"rank {rank} trained twice in step {step}")
         ranks[rank] = fields
+        if len(set(fields["groups"])) < len(fields["groups"]):
+            self.problems.append(f"rank {rank} trained on a group twice within step {step}")
         for number in fields["groups"]:
             group = self.groups.setdefault(number, GroupHistory(group=number))
             if step not in group.trained_steps:

@@ -13,6 +13,9 @@ from rlkit.orchestration.checkpoints import CheckpointMeta, commit, staging_dir
 def write_run(path: Path, *, trained: list[int]) -> None:
     with Ledger(path / "ledger.jsonl") as ledger:
         ledger.write(LedgerEvent.STARTED, step=0, source="labels", rollout_state={})
+        ledger.write(
+            LedgerEvent.DRAWN, step=0, first_group=0, num_groups=2, begin=[0, 0], end=[0, 2], too_long=0, num_rows=9
+        )
         for group in (0, 1):
             ledger.write(LedgerEvent.ISSUED, step=0, group=group, position=group, epoch=0, num_samples=1, seeds=[group])
             ledger.write(LedgerEvent.KEPT, step=0, group=group)

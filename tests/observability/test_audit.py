@@ -214,6 +214,24 @@ def same_row_again(run: Run) -> None:
     run.step(3)
 
 
+def draws_removed(run: Run) -> None:
+    run.records[:] = [record for record in run.records if record.event is not LedgerEvent.DRAWN]
+
+
+def last_steps_cut_out(run: Run) -> None:
+    run.write(LedgerEvent.FINISHED, step=5)
+
+
+def saved_without_training(run: Run) -> None:
+    run.write(LedgerEvent.SAVED, step=3, rollout_state=run.state())
+
+
+def group_twice_in_a_step(run: Run) -> None:
+    groups = run.issue(3)
+    run.respond(3, groups)
+    run.train(3, [*groups, groups[-1]])
+
+
 def other_prompt_after_the_resume(run: Run) -> None:
     run.step(3)
     run.resume(3)
@@ -236,6 +254,10 @@ def other_prompt_after_the_resume(run: Run) -> None:
         (newer_weights, "weights v5, newer than v3"),
         (unknown_weights, "unknown weights"),
         (same_row_again, r"row 0 of epoch 1 was issued as groups \[5, 6\]"),
+        (draws_removed, "6 groups were issued, but only 0 were drawn"),
+        (last_steps_cut_out, "finished before step 5, but the last step that the ledger knows of is 2"),
+        (saved_without_training, "step 3 was saved, but the ledger does not know its training"),
+        (group_twice_in_a_step, "rank 0 trained on a group twice within step 3"),
         (other_prompt_after_the_resume, "group 6 was row 1 of epoch 1 before the resume and is row 2"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
