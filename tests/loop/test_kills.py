@@ -86,7 +86,7 @@ VICTIMS = {
     "driver": lambda command: "train.py" in command,
     "rank": lambda command: "ray::TrainWorker" in command,
     "engine": lambda command: "rlkit.engines.embedded.server" in command and "guardian" not in command,
-    "router": lambda command: "sglang_router" in command and "guardian" not in command,
+    "router": lambda command: "sglang::router" in command,  # the name that it gives its process
 }
 
 
