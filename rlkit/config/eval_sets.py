@@ -5,7 +5,6 @@ A file is YAML or TOML: `eval.datasets` is a list of tables with `name` and `pat
 them. Read by rules and by `rollout/evaluate.py`.
 """
 
-import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -13,11 +12,26 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
+from rlkit.config.bounds import BOUNDS, Bound
 from rlkit.config.errors import ConfigError
 from rlkit.config.schema import RunConfig
 from rlkit.config.values import nearest
 
 _EVAL_NAME = re.compile(r"[\w.+-]+")
+
+_FLAG_OF = {
+    "n_samples_per_eval_prompt": "n_samples_per_eval_prompt",
+    "temperature": "eval_temperature",
+    "top_p": "eval_top_p",
+    "top_k": "eval_top_k",
+    "max_response_len": "eval_max_response_len",
+    "max_prompt_len": "eval_max_prompt_len",
+    "min_new_tokens": "eval_min_new_tokens",
+}
+_BOUND_OF = {
+    **{name: next(bound for bound in BOUNDS if bound.field == flag) for name, flag in _FLAG_OF.items()},
+    "repetition_penalty": Bound(field="repetition_penalty", low=0, low_open=True, high=2),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,35 +88,15 @@ def eval_sets(cfg: RunConfig) -> list[EvalSet]:
 
 
 def _problem(item: EvalSet) -> str | None:
-    """What a number of the set must not be."""
-    ranges: list[tuple[str, float, bool, str]] = [
-        (
-            "n_samples_per_eval_prompt",
-            item.n_samples_per_eval_prompt,
-            item.n_samples_per_eval_prompt >= 1,
-            "at least 1",
-        ),
-        ("temperature", item.temperature, 0 <= item.temperature < math.inf, "at least 0; 0 is greedy"),
-        ("top_p", item.top_p, 0 < item.top_p <= 1, "above 0 and at most 1"),
-        ("top_k", item.top_k, item.top_k == -1 or item.top_k >= 1, "at least 1, or -1 for the whole vocabulary"),
-        ("max_response_len", item.max_response_len, item.max_response_len >= 1, "at least 1"),
-        (
-            "max_prompt_len",
-            item.max_prompt_len or 0,
-            item.max_prompt_len is None or item.max_prompt_len >= 1,
-            "at least 1",
-        ),
-        ("repetition_penalty", item.repetition_penalty, 0 < item.repetition_penalty <= 2, "above 0 and at most 2"),
-        (
-            "min_new_tokens",
-            item.min_new_tokens,
-            0 <= item.min_new_tokens <= item.max_response_len,
-            f"at least 0 and at most max_response_len = {item.max_response_len}",
-        ),
-    ]
-    return next(
-        (f"{name} = {value} must be {wanted}" for name, value, is_right, wanted in ranges if not is_right), None
-    )
+    """What a number of the set must not be: the same as the flag that it stands for."""
+    for name, bound in _BOUND_OF.items():
+        value = getattr(item, name)
+        if value is not None and (problem := bound.problem(value)):
+            return f"{name} = {problem}"
+    if item.min_new_tokens > item.max_response_len:
+        most = f"max_response_len = {item.max_response_len}"
+        return f"min_new_tokens = {item.min_new_tokens} must be at least 0 and at most {most}"
+    return None
 
 
 def _inherited(cfg: RunConfig) -> EvalSet:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from algorithm_examples import ALGORITHM_EXAMPLES
 
+from rlkit.config.bounds import BOUNDS
 from rlkit.config.fields import all_fields
 from rlkit.config.flags import find, find_negated
 from rlkit.config.rules import CROSS_RULES, FIELD_RULES, RULES, check, check_on
-from rlkit.config.rules.bounds import BOUNDS
 from rlkit.config.schema import RunConfig
 
 Make = Callable[..., RunConfig]

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, cast
 
+from rlkit.config.bounds import BOUNDS, STRINGS
 from rlkit.config.fields import all_fields, sections
 from rlkit.config.rules import algorithms, batch, cluster, profile, required, rollout, sampling, training
 from rlkit.config.rules.advice import ADVICE
-from rlkit.config.rules.bounds import BOUNDS, STRINGS
 from rlkit.config.rules.paths import PATH_RULES
 from rlkit.config.schema import RunConfig
 

@@ -32,10 +32,15 @@ class Bound:
     def __call__(self, cfg: RunConfig) -> str | None:
         value = _value(cfg, self.field)
         for number in _numbers(value):
-            if not self._allows(number):
-                why = f": {self.why}" if self.why else ""
-                return f"{self.field} = {number} must be {self._range()}{why}; set {all_fields()[self.field].flag}"
+            if problem := self.problem(number):
+                return f"{self.field} = {problem}; set {all_fields()[self.field].flag}"
         return None
+
+    def problem(self, number: float) -> str | None:
+        """`0 must be at least 1` where the number is not allowed."""
+        if self._allows(number):
+            return None
+        return f"{number} must be {self._range()}{f': {self.why}' if self.why else ''}"
 
     def _allows(self, number: float) -> bool:
         if number in self.also:
