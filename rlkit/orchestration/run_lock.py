@@ -4,7 +4,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rlkit.types.errors import CheckpointError
@@ -15,10 +15,20 @@ LOCK = ".rlkit.lock"
 
 
 @contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock; CheckpointError if another process has it. The system gives it back when this process
-    ends, however it ends. A file system without locks is warned about.
+def exclusive(*folders: Path) -> Iterator[None]:
+    """Make the folders where they are missing and hold the lock of each; CheckpointError if another process has one.
+    Several names may mean one folder. The system gives locks back when this process ends, however it ends. A file
+    system without locks is warned about.
     """
+    with ExitStack() as locks:
+        for folder in {folder.resolve() for folder in folders}:
+            folder.mkdir(parents=True, exist_ok=True)
+            locks.enter_context(_lock(folder))
+        yield
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:

@@ -113,9 +113,7 @@ class Session:
         note_end(self._ledger, error, next_step=self._next_step)
 
     def _open_run_folder(self) -> None:
-        for folder in {self.folders.run, self.folders.save}:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._exit.enter_context(exclusive(folder))
+        self._exit.enter_context(exclusive(self.folders.run, self.folders.save))
         set_up_logging(self.folders.run, "driver", console_level=logging.WARNING)
         ledger_path = self.folders.run / "ledger.jsonl"
         self.checkpoint = checkpoint_to_continue(

@@ -31,3 +31,11 @@ def test_a_second_run_is_refused_until_the_first_is_gone_however_it_ends(tmp_pat
         pass
     with exclusive(tmp_path):
         pass
+
+
+def test_one_folder_under_two_names_is_locked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with exclusive(Path("run"), tmp_path / "run", tmp_path / "link", tmp_path / "run" / "checkpoints"):
+        assert (tmp_path / "run" / "checkpoints").is_dir()
