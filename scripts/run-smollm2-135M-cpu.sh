@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SmolLM2-135M-Instruct on GSM8K, on the CPU, within 24 GiB. A step takes about a minute on two cores.
+# SmolLM2-135M-Instruct on GSM8K, on the CPU, within 24 GiB. Numbers: docs/performance.md.
 #
 #   bash scripts/run-smollm2-135M-cpu.sh --prompt-data gsm8k_train.jsonl [more flags of train.py]
 #
@@ -13,13 +13,12 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 prompts=gsm8k_train.jsonl
-is_dry_run=false
+source scripts/recipe.sh
 arguments=("$@")
 for ((i = 0; i < $#; i++)); do
     case "${arguments[i]}" in
     --prompt-data) prompts=${arguments[i + 1]:-$prompts} ;;
     --prompt-data=*) prompts=${arguments[i]#*=} ;;
-    --dry-run | --help | -h) is_dry_run=true ;;
     esac
 done
 if [[ "$prompts" == *@\[* ]]; then
@@ -28,13 +27,7 @@ else
     train="$prompts@[:-32]" heldout="$prompts@[-32:]"
 fi
 
-if $is_dry_run; then
-    here=python # planning needs nothing installed but rlkit
-    [[ -x .venv/bin/python ]] && here=.venv/bin/python
-    python=${PYTHON:-$here}
-else
-    python=${PYTHON:-$(bash scripts/install.sh smollm2)}
-fi
+python=$(choose_python smollm2)
 model=${MODEL:-runs/models/SmolLM2-135M-Instruct}
 $is_dry_run || "$python" tools/get_smollm2.py --output "$model"
 
