@@ -13,7 +13,7 @@ import json
 import shutil
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,17 @@ class Shape:
     vocab_size: int = QWEN3_VOCAB
 
 
+_TINY = Shape(
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    max_position_embeddings=1024,
+    vocab_size=512,
+)
+
 SHAPES = {
     "qwen3-0.6B": Shape(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=3072),
     "qwen3-1.7B": Shape(hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, intermediate_size=6144),
@@ -67,29 +78,8 @@ SHAPES = {
         num_experts_per_tok=8,
         moe_intermediate_size=768,
     ),
-    "tiny": Shape(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=128,
-        max_position_embeddings=1024,
-        vocab_size=512,
-    ),
-    "tiny-moe": Shape(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=128,
-        max_position_embeddings=1024,
-        vocab_size=512,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-    ),
+    "tiny": _TINY,
+    "tiny-moe": replace(_TINY, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32),
 }
 
 

@@ -16,6 +16,7 @@ from rlkit.config.load import DEFAULT, ResolvedConfig
 from rlkit.config.rules import advice, check_paths
 from rlkit.config.schema import RunConfig
 from rlkit.config.sglang_flags import PREFIX
+from rlkit.config.wording import count
 from rlkit.orchestration.layout import Layout, plan_layout
 
 _MAX_WIDTH = 120
@@ -72,16 +73,16 @@ def layout_title(cfg: RunConfig, layout: Layout) -> str:
     """The layout in one sentence."""
     parts: list[str] = []
     if layout.rank_slots:
-        parts.append(_count(len(layout.rank_slots), "training rank"))
+        parts.append(count(len(layout.rank_slots), "training rank"))
     if layout.engines:
         each = cfg.cluster.rollout_num_gpus_per_engine
         size = f" of {each} {slot_word(cfg)}s" if each > 1 else ""
-        parts.append(_count(len(layout.engines), "engine") + size)
+        parts.append(count(len(layout.engines), "engine") + size)
     elif cfg.starts_engines:
         parts.append(f"engines of others at {_shown(cfg.engine.rollout_external_engine_addrs)}")
     if layout.rank_slots and layout.engines:
         parts.append("taking turns" if cfg.cluster.colocate else "side by side")
-    where = f"{_count(layout.num_slots, slot_word(cfg))} on {_count(layout.num_nodes, 'node')}"
+    where = f"{count(layout.num_slots, slot_word(cfg))} on {count(layout.num_nodes, 'node')}"
     return f"{', '.join(parts)}; {where}"
 
 
@@ -114,7 +115,7 @@ def arithmetic_lines(cfg: RunConfig) -> Iterator[str]:
         yield "  none: --num-rollout 0 evaluates once and ends"
         return
     total, prompts, each = cfg.samples_per_rollout, cfg.rollout.rollout_batch_size, cfg.rollout.n_samples_per_prompt
-    yield f"  {prompts} prompts x {_count(each, 'sample')} = {_count(total, 'sample')} per rollout"
+    yield f"  {prompts} prompts x {count(each, 'sample')} = {count(total, 'sample')} per rollout"
     if cfg.starts_engines:
         longest = cfg.rollout.rollout_max_response_len
         yield f"  at most {longest} tokens per response, {total * longest:,} generated tokens per rollout"
@@ -123,14 +124,14 @@ def arithmetic_lines(cfg: RunConfig) -> Iterator[str]:
         return
     steps, batch, ranks = cfg.steps_per_rollout, cfg.batch_size, cfg.data_parallel_size
     per_rank = batch // ranks
-    yield f"  = {_count(steps, 'optimizer step')} x global batch of {_count(batch, 'sample')}"
-    yield f"  = {_count(per_rank, 'sample')} on each of {_count(ranks, 'rank')} per optimizer step"
+    yield f"  = {count(steps, 'optimizer step')} x global batch of {count(batch, 'sample')}"
+    yield f"  = {count(per_rank, 'sample')} on each of {count(ranks, 'rank')} per optimizer step"
     yield "  " + _micro_batches(cfg, per_rank)
     if cfg.starts_engines:
         yield "  " + _weight_update(cfg)
     if cfg.rollout.num_rollout is not None:
         run = cfg.rollout.num_rollout
-        yield f"  whole run: {_count(run, 'rollout')}, {run * steps:,} optimizer steps, {run * total:,} samples"
+        yield f"  whole run: {count(run, 'rollout')}, {run * steps:,} optimizer steps, {run * total:,} samples"
     else:
         yield f"  whole run: {cfg.rollout.num_epoch} x the prompt file (--num-epoch)"
 
@@ -177,7 +178,7 @@ def _micro_batches(cfg: RunConfig, per_rank: int) -> str:
     fewest = -(-per_rank // fitting)
     return (
         f"if every sample has {said}: at most {fitting} of them in a micro-batch of {flag},"
-        f" so at least {_count(fewest, 'micro-batch', 'micro-batches')} per rank and optimizer step"
+        f" so at least {count(fewest, 'micro-batch', 'micro-batches')} per rank and optimizer step"
     )
 
 
@@ -189,10 +190,6 @@ def _weight_update(cfg: RunConfig) -> str:
     interval = cfg.sync.update_weights_interval
     often = f" after every {interval} steps" if interval > 1 else ""
     return f"new weights go to the engines{often} by {transport}, in buckets of {size:g} MiB"
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def _shown(value: Any) -> str:

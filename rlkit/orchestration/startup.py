@@ -16,6 +16,7 @@ from ray import ObjectRef
 
 from rlkit.config.rules import check_on
 from rlkit.config.schema import RunConfig
+from rlkit.config.wording import count
 from rlkit.observability.console import Console
 from rlkit.observability.spans import Spans
 from rlkit.orchestration.checkpoints import Checkpoint
@@ -205,10 +206,6 @@ class Startup:
         self._console.say(f"{ranks}{size} and {count(engines, 'engine')} on {self._device}, up in {seconds:.0f} s")
         if reports and self._device == "cuda":
             self._console.say(f"trainer: {reports[0].memory_plan}")
-
-
-def count(number: int, one: str) -> str:
-    return f"{number} {one}{'' if number == 1 else 's'}"
 
 
 def resolve_device(cfg: RunConfig) -> Literal["cpu", "cuda"]:
