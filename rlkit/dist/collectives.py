@@ -30,6 +30,13 @@ def max_over_data(x: Tensor, mesh: RankMesh) -> Tensor:
     return x
 
 
+def max_over_shards(x: Tensor, mesh: RankMesh) -> Tensor:
+    """Elementwise maximum of `x` over all ranks, in place. Collective: call on every rank."""
+    if mesh.shard_size > 1:
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=mesh.shards.get_group())
+    return x
+
+
 def sum_over_shards(x: Tensor, mesh: RankMesh) -> Tensor:
     """Sum of `x` over all ranks, each of which holds other rows of the parameters, in place. Collective: call on every
     rank.

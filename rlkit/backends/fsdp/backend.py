@@ -40,7 +40,7 @@ from rlkit.backends.fsdp.sleep import ALIGNMENT, Copied, HostSwap
 from rlkit.backends.fsdp.trainer import MicroBatch, Trainer, micro_batch
 from rlkit.backends.fsdp.weights import FsdpWeights
 from rlkit.config.schema import RunConfig
-from rlkit.dist.collectives import max_over_data
+from rlkit.dist.collectives import max_over_shards
 from rlkit.dist.groups import RankMesh, cpu_mesh, init_process_group, new_cpu_group
 from rlkit.observability.spans import SpanName, Spans
 from rlkit.types.batches import Update
@@ -396,4 +396,4 @@ def _peak_memory(mesh: RankMesh) -> MetricSet:
         peak = torch.cuda.max_memory_allocated() / 1024**3
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
-    return {"memory/train_peak_gib": max_over_data(torch.tensor([peak]), mesh).item()}
+    return {"memory/train_peak_gib": max_over_shards(torch.tensor([peak]), mesh).item()}
