@@ -9,7 +9,7 @@
 #   RLKIT_TORCH        which torch (default: torch==2.13.0)
 #   RLKIT_TORCH_INDEX  index for torch alone; https://download.pytorch.org/whl/cpu has the small CPU build for Linux
 #
-# A second call with the same pyproject.toml and no other extras installs nothing. About 1.5 GB, two to four minutes.
+# A second call with the same pyproject.toml and no other extras installs nothing. About 1.7 GB, two to four minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs rlkit into .venv, makes a tiny model that half-knows how to add, and teaches it the rest by GRPO on the CPU,
-# through the same train.py, router, engines and weight updates that a cluster uses. About three minutes on two cores.
+# through the same train.py, router, engines and weight updates that a cluster uses. About two minutes on two
+# quiet cores once it is installed.
 #
 #   bash scripts/quickstart.sh [flags of train.py]       e.g. --num-rollout 80, --dry-run
 #
