@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A few steps of train.py on two GPUs, then a look at what they left behind; sourced by the two smoke tests beside it, each
-# of which names its layout in `layout` and its run in `name`.
+# A few steps of train.py on GPUs, then a look at what they left behind; sourced by the smoke tests beside it, each of
+# which names its layout in `layout`, its run in `name`, and may define `num_gpus` (2) and `start_engine`.
 #
 # Environment:
 #   RLKIT_SMOKE_MODEL      a checkpoint folder (default: random weights in the shape of Qwen3-0.6B, made on the spot)
@@ -43,9 +43,10 @@ cuda)
 esac
 
 rm -rf "$run"
+if declare -F start_engine >/dev/null; then start_engine; fi
 "$python" train.py \
     --hf-checkpoint "$model" --prompt-data "$prompts" --input-key prompt --label-key label --apply-chat-template \
-    --rm-type random --num-rollout 3 --lr 1e-5 --device "$device" "${size[@]}" "${layout[@]}" --num-gpus-per-node 2 \
+    --rm-type random --num-rollout 3 --lr 1e-5 --device "$device" "${size[@]}" "${layout[@]}" --num-gpus-per-node "${num_gpus:-2}" \
     --check-weight-update-equal --save-hf "$run/hf-{rollout_id}" --output-dir "$run" || fail "train.py ended with status $?"
 
 # log-probs: bfloat16 kernels of two implementations on a GPU, float32 on a CPU

@@ -48,11 +48,16 @@ def _plain_channel(
             from rlkit.sync.ipc import IpcChannel
 
             return IpcChannel(rank, endpoints, max_bytes=max_bytes, timeout_s=timeout_s, with_checksums=with_checksums)
-        case "nccl":
+        case "nccl" | "gloo":
             from rlkit.sync.group import GroupChannel
 
             return GroupChannel(
-                rank, endpoints, max_bytes=max_bytes, timeout_s=timeout_s, with_checksums=with_checksums
+                rank,
+                endpoints,
+                backend="gloo" if rank.device == "cpu" else transport,
+                max_bytes=max_bytes,
+                timeout_s=timeout_s,
+                with_checksums=with_checksums,
             )
         case "disk":
             folder = cfg.sync.update_weight_disk_dir

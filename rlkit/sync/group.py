@@ -1,5 +1,5 @@
-"""Split updates: trainer rank 0 broadcasts each bucket to every engine rank over one process group (NCCL on GPUs, gloo
-on a CPU).
+"""Split updates: trainer rank 0 broadcasts each bucket to every engine rank over one process group: NCCL on GPUs, gloo
+on a CPU or where NCCL cannot be had.
 
 The names and shapes of a bucket go by HTTP first; the engine then waits in the broadcast that rank 0 enters.
 """
@@ -7,6 +7,7 @@ The names and shapes of a bucket go by HTTP first; the engine then waits in the 
 import logging
 import secrets
 from collections.abc import Sequence
+from typing import Literal
 
 from torch.distributed import ProcessGroup
 
@@ -29,11 +30,13 @@ class GroupChannel:
         rank: RankInfo,
         endpoints: Sequence[EngineEndpoint],
         *,
+        backend: Literal["nccl", "gloo"],
         max_bytes: int,
         timeout_s: float,
         with_checksums: bool,
     ) -> None:
         self._rank = rank
+        self._backend = backend
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._with_checksums = with_checksums and rank.is_main
@@ -55,7 +58,6 @@ class GroupChannel:
 
     def _connect(self) -> ProcessGroup:
         address, port = self._rank.master_addr, free_port(self._rank.master_addr)
-        backend = "nccl" if self._rank.device == "cuda" else "gloo"
         offsets, world_size = {}, 1
         for endpoint in self._calls.endpoints:
             offsets[endpoint.index] = world_size
@@ -67,11 +69,11 @@ class GroupChannel:
                 rank_offset=offsets[endpoint.index],
                 world_size=world_size,
                 group_name=self._group_name,
-                backend=backend,
+                backend=self._backend,
             )
         )
         group = join_update_group(
-            backend=backend,
+            backend=self._backend,
             address=address,
             port=port,
             rank=0,

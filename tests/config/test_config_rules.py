@@ -123,6 +123,7 @@ EXAMPLES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     ],
     "transport_fits_placement": [
         ({"update_weight_transport": "nccl"}, {"update_weight_transport": "ipc"}),
+        ({"update_weight_transport": "gloo"}, {**SPLIT, "update_weight_transport": "gloo"}),
         ({**SPLIT, "update_weight_transport": "ipc"}, {**SPLIT, "update_weight_transport": "nccl"}),
         ({**SPLIT, "update_weight_transport": "ipc"}, {**SPLIT, "update_weight_transport": "disk"}),
     ],

@@ -48,7 +48,12 @@ def ipc(engine: RunningEngine, _: Path) -> WeightChannel:
 
 def group(engine: RunningEngine, _: Path) -> WeightChannel:
     return GroupChannel(
-        RANK, [endpoint(engine, colocated=False)], max_bytes=SMALL_BUCKET, timeout_s=60.0, with_checksums=True
+        RANK,
+        [endpoint(engine, colocated=False)],
+        backend="gloo",
+        max_bytes=SMALL_BUCKET,
+        timeout_s=60.0,
+        with_checksums=True,
     )
 
 

@@ -10,9 +10,10 @@ them, and leaves its last round in ROLLOUT for `train`.
 
 import asyncio
 import json
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -202,13 +203,24 @@ def measure_training(cfg: RunConfig, rollout: Path, rounds: int) -> dict[str, An
         spawn(train_rank, args=(cfg, shards, device, port, rounds, results), nprocs=world_size, join=True)
         measured = dict(results[0])
     num_batches = max(len(update.micro_batches) for shard in shards for update in shard)
-    return {**measured, **count_tokens(groups), "num_micro_batches": num_batches}
+    measured |= {**count_tokens(groups), "num_micro_batches": num_batches}
+    return {**measured, "mfu": mfu(cfg, measured, len([sample for group in groups for sample in group.samples]))}
+
+
+def mfu(cfg: RunConfig, measured: Mapping[str, Any], num_samples: int) -> float:
+    from mfu import flops_per_token
+
+    tokens = measured["total_tokens"]
+    seconds = statistics.median(r["seconds"] for r in measured["rounds"])
+    flops = flops_per_token(Path(cfg.model.hf_checkpoint), measured["num_params"], tokens / num_samples)
+    return tokens / seconds * flops / (measured["matmul_flops_per_s"] * cfg.cluster.actor_num_gpus)
 
 
 def train_rank(rank: int, cfg: RunConfig, shards: Any, device: Any, port: int, rounds: int, results: Any) -> None:
     import os
 
     import torch
+    from mfu import matmul_rate
 
     from rlkit.backends.base import create_backend
 
@@ -234,10 +246,13 @@ def train_rank(rank: int, cfg: RunConfig, shards: Any, device: Any, port: int, r
         metrics = backend.train(step, shards[rank])
         timed.append({"seconds": time.perf_counter() - began, "peak_gib": metrics["memory/train_peak_gib"]})
     weight_bytes = sum(spec.num_bytes for spec in backend.weights.specs())
+    rate = matmul_rate(device)
     moved = bytes_of_a_sleep(backend, device)
     results[rank] = {
         "init_s": init_s,
-        "num_params_of_rank": report.num_params,
+        "num_params": report.num_params,
+        "blocks": report.memory_plan,
+        "matmul_flops_per_s": rate,
         "warm_up": timed[0],
         "rounds": timed[1:],
         "weight_bytes": weight_bytes,

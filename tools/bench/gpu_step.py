@@ -3,6 +3,7 @@
     python tools/bench/gpu_step.py --workload W1 --tokenizer models/smollm2 --prompts gsm8k_train.jsonl
     python tools/bench/gpu_step.py --workload W3 ... --parts loop     then     --parts floor    (two short commands)
     python tools/bench/gpu_step.py --workload W1 ... --leak-check     50 steps: does memory grow?
+    python tools/bench/gpu_step.py --workload W1 ... --kill-engine    after the steps that count: how long is it missed?
     python tools/bench/gpu_step.py --workload W2 --device cpu --tiny  the benchmark itself, without a GPU
 
 The run is `train.py` with flags, as a user starts it; it is ended after the last step that counts, before it would
@@ -37,12 +38,14 @@ from gpu_report import (
     summarise_loop,
     verdict,
 )
-from gpu_watch import Watch
+from gpu_watch import Watch, generating_process
 from gpu_workloads import WORKLOADS, GpuWorkload, tiny, train_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "tools"
 LEAK_RESPONSE_LEN = 256
+KILL_AFTER_S = 2.0
+KILL_LIMIT_S = 240.0
 STOP_TIMEOUT_S = 60.0
 
 
@@ -57,6 +60,7 @@ class Bench:
     steps: int
     rounds: int
     loop_limit_s: float
+    kills_engine: bool
 
 
 def main() -> int:
@@ -75,8 +79,15 @@ def main() -> int:
         prompts = prompts or model / "data" / "train.jsonl"
     rm = ("--rm-type", "exact" if args.tiny else "math")
     flags = [*train_flags(load, model=model, prompts=prompts, device=args.device, rm=rm), *extra]
+    flags += ["--use-fault-tolerance"] * args.kill_engine
     bench = Bench(
-        load=load, flags=flags, folder=folder, steps=steps, rounds=args.rounds, loop_limit_s=args.loop_limit_s
+        load=load,
+        flags=flags,
+        folder=folder,
+        steps=steps,
+        rounds=args.rounds,
+        loop_limit_s=args.loop_limit_s,
+        kills_engine=args.kill_engine,
     )
     print(
         f"{load.name}: {load.about}; {steps} steps, {NUM_WARMUP_STEPS} of them warm-up; results in {folder}", flush=True
@@ -112,6 +123,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="the same layout with a tiny model and few short samples")
     parser.add_argument("--leak-check", action="store_true", help="50 steps of short responses; compares memory")
+    parser.add_argument("--kill-engine", action="store_true", help="kill one in mid-generation of the step after")
     parser.add_argument(
         "--loop-limit-s",
         type=float,
@@ -185,7 +197,7 @@ def measure_loop(bench: Bench) -> dict[str, Any]:
     run_dir = bench.folder / time.strftime("run-%Y%m%d-%H%M%S")
     command = [
         *(sys.executable, str(ROOT / "train.py"), *bench.flags),
-        *("--num-rollout", str(bench.steps + 1), "--output-dir", str(run_dir)),
+        *("--num-rollout", str(bench.steps + 1 + 2 * bench.kills_engine), "--output-dir", str(run_dir)),
     ]
     log = run_dir.with_suffix(".log")
     print(f"run: {log}", flush=True)
@@ -194,7 +206,8 @@ def measure_loop(bench: Bench) -> dict[str, Any]:
         driver = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment(), cwd=ROOT)
     with Watch(driver.pid) as watch:
         try:
-            wait_for_steps(driver, run_dir, bench, started)
+            wait_for_steps(driver, run_dir, bench.steps, bench.loop_limit_s and started + bench.loop_limit_s)
+            killed = kill_engine(driver, run_dir, bench) if bench.kills_engine else None
         finally:
             end(driver)
     rows = step_rows(run_dir)
@@ -204,18 +217,47 @@ def measure_loop(bench: Bench) -> dict[str, Any]:
     rows = rows[: bench.steps]
     measured = summarise_loop(rows)
     measured["launch_s"] = step_times(run_dir)[rows[0]["step"]]["issued"] - started
+    if killed is not None:
+        measured["killed"] = killed
     measured["gpu_peak_gib"] = memory_peaks(run_dir, rows, watch.gpu)
     if len(rows) > LEAK_STEPS[0]:
         measured["memory"] = leaks(run_dir, rows, watch.gpu, watch.host)
     return measured
 
 
-def wait_for_steps(driver: "subprocess.Popen[bytes]", run_dir: Path, bench: Bench, started: float) -> None:
-    while driver.poll() is None and len(step_rows(run_dir)) < bench.steps:
-        if bench.loop_limit_s and time.time() - started > bench.loop_limit_s:
-            print(f"--loop-limit-s {bench.loop_limit_s:g} is over; ending the run", flush=True)
+def wait_for_steps(driver: "subprocess.Popen[bytes]", run_dir: Path, steps: int, until: float) -> None:
+    """Until the run has reported so many steps, has ended, or (`until` above 0) that moment has come."""
+    while driver.poll() is None and len(step_rows(run_dir)) < steps:
+        if until and time.time() > until:
+            print("--loop-limit-s is over; ending the run", flush=True)
             return
         time.sleep(0.2)
+
+
+def kill_engine(driver: "subprocess.Popen[bytes]", run_dir: Path, bench: Bench) -> dict[str, Any] | None:
+    """SIGKILL an engine while it generates; two more steps. What it cost, and the log-prob difference afterwards."""
+    step = len(step_rows(run_dir))
+    if driver.poll() is not None or step < bench.steps:
+        return None
+    while driver.poll() is None and "issued" not in step_times(run_dir).get(step, {}):
+        time.sleep(0.05)
+    time.sleep(KILL_AFTER_S)  # into the middle of generation
+    victim = generating_process(driver.pid)
+    at = time.time()
+    os.kill(victim, signal.SIGKILL)
+    print(f"killed engine process {victim} in step {step}", flush=True)
+    wait_for_steps(driver, run_dir, step + 2, at + KILL_LIMIT_S)
+    rows = step_rows(run_dir)[step:]
+    return {
+        "step": step,
+        "steps_s": [row["time/step_s"] for row in rows],
+        "logprob_diff_max": [row["train/train_rollout_logprob_abs_diff_max"] for row in rows],
+        "console": [line for line in driver_log(run_dir).splitlines() if "engine 0" in line],
+    }
+
+
+def driver_log(run_dir: Path) -> str:
+    return run_dir.with_suffix(".log").read_text(errors="replace")
 
 
 def end(driver: "subprocess.Popen[bytes]") -> None:
@@ -274,6 +316,11 @@ def report(bench: Bench, result: dict[str, Any], *, leak_check: bool) -> int:
         return 1 if loop["memory"]["grew"] else 0
     if not floor:
         return 0
+    alone = floor["train"]
+    print(
+        f"training alone: MFU {100 * alone['mfu']:.1f} % of {alone['matmul_flops_per_s'] / 1e12:,.0f} TFLOP/s, peak "
+        f"{max(r['peak_gib'] for r in alone['rounds']):.1f} GiB; {alone['blocks']}"
+    )
     if floor["invocation"] != loop["invocation"]:
         print("note: run and floor come from two invocations")
     result["floors"] = by_phase
@@ -292,7 +339,17 @@ def facts(loop: dict[str, Any]) -> list[str]:
         if gpus  # none without an NVIDIA GPU
     ]
     first = ", ".join(f"{seconds:.1f}" for seconds in loop["first_steps"])
+    told = []
+    if killed := loop.get("killed"):
+        steps = ", ".join(f"{seconds:.1f}" for seconds in killed["steps_s"])
+        worst = ", ".join(f"{gap:.4f}" for gap in killed["logprob_diff_max"])
+        told = [
+            f"engine killed in step {killed['step']}: that step and the next took {steps} s; largest log-prob "
+            f"difference {worst}",
+            *killed["console"],
+        ]
     return [
+        *told,
         f"steps {loop['step_min']:.2f} to {loop['step_max']:.2f} s over {loop['num_counted']}; warm-up {first} s",
         f"{loop['response_tokens']:,.0f} response tokens a step: "
         f"{loop['response_tokens'] / loop['step']:,.0f} a second, generating "

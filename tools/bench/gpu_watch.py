@@ -101,6 +101,19 @@ def resident_bytes(root: psutil.Process) -> dict[str, int]:
     return totals
 
 
+def generating_process(root: int) -> int:
+    """The engine process of a run that does the work: SGLang's scheduler or the embedded server. LookupError when there
+    is none."""
+    for process in psutil.Process(root).children(recursive=True):
+        try:
+            words = " ".join([process.name(), *process.cmdline()])
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+        if "guardian" not in words and any(mark in words for mark in ("sglang::scheduler", "embedded.server")):
+            return process.pid
+    raise LookupError(f"no engine below process {root}")
+
+
 def role_of(command: str) -> str:
     return next((role for role, marks in ROLES.items() if any(mark in command for mark in marks)), "other")
 

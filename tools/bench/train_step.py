@@ -7,10 +7,7 @@ Each variant (eager or compiled blocks, with and without gradient checkpointing)
 the backend's public functions: `init`, `train`, `sleep`, `wake_up`, `save`. Times are medians over the steps after the
 warm-up. A table comes last; `--json FILE` keeps everything, `--profile FILE` the GPU's most expensive operators.
 
-MFU = tokens/s x (6 (N_blocks + N_head) + 6 L d S) / rate, with L layers, d query width and S the length of a sequence.
-Attention costs a token at position p 4 d p for forward, three times that with backward, and the mean p is S / 2: 6 L d
-S. Recomputed activations do not count. `rate` is what a bf16 product of two 8192 x 8192 matrices reaches on this GPU
-(float32 and 1024 on a CPU), measured here.
+MFU as in `mfu.py`.
 """
 
 import argparse
@@ -21,11 +18,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from mfu import flops_per_token, matmul_rate
 
 from rlkit.algo.batching import build_updates
 from rlkit.backends.base import create_backend
@@ -72,6 +69,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="measured steps, after the warm-up")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--no-save", action="store_true", help="leave saving out: three times the model in float32")
     parser.add_argument("--json", help="file for all results")
     parser.add_argument("--profile", help="file for a table of the 25 most expensive operators of each variant")
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
@@ -98,6 +96,7 @@ def run_apart(args: argparse.Namespace, variant: str) -> dict[str, Any]:
     ):
         if getattr(args, name) is not None:
             words += ["--" + name.replace("_", "-"), str(getattr(args, name))]
+    words += ["--no-save"] * args.no_save
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         return {"error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}"}
@@ -195,7 +194,11 @@ def measure(args: argparse.Namespace, variant: str) -> dict[str, Any]:
         "num_graphs": num_compiled_graphs(),
         "num_recompiles": num_compiled_graphs() - graphs_after_warmup,
     }
-    result["mfu"] = result["tokens_per_s"] * flops_per_token(args, report.num_params) / matmul_rate(args.device)
+    result["mfu"] = (
+        result["tokens_per_s"]
+        * flops_per_token(Path(args.model), report.num_params, args.prompt_len + args.response_len)
+        / matmul_rate(args.device)
+    )
     result |= log_prob_pass(args, cfg, backend)
     result |= optimizer_alone(args.device, backend)
     result |= moves(args, cfg, backend)
@@ -253,6 +256,8 @@ def moves(args: argparse.Namespace, cfg: RunConfig, backend: Any) -> dict[str, A
         result.setdefault("first_sleep_s", result["sleep_s"])
         metrics = backend.train(1000 + number, make_updates(args, cfg, number))
         result |= {f"{name}_gb_per_s": metrics.get(f"{name}/gb_per_s") for name in ("sleep", "wake")}
+        if args.no_save:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             result["save_s"], _ = timed(args.device, lambda: backend.save(0, Path(folder), hf_directory=None))
             files = [path for path in Path(folder).rglob("*") if path.is_file()]
@@ -278,22 +283,6 @@ def profile(args: argparse.Namespace, cfg: RunConfig, backend: Any, variant: str
 # ---- what the machine can do -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Product:
-    size: int
-    dtype: torch.dtype
-
-
-def matmul_rate(device: str) -> float:
-    """FLOP/s of a large square matrix product."""
-    product = Product(size=8192, dtype=torch.bfloat16) if device == "cuda" else Product(size=1024, dtype=torch.float32)
-    left = torch.randn(product.size, product.size, device=device).to(product.dtype)
-    right = torch.randn(product.size, product.size, device=device).to(product.dtype)
-    timed(device, lambda: [left @ right for _ in range(3)])
-    taken, _ = timed(device, lambda: [left @ right for _ in range(10)])
-    return 10 * 2 * product.size**3 / taken
-
-
 def pinned_copy_rate(*, to_host: bool) -> float:
     """GB/s between the GPU and pinned memory, 1 GiB at a time."""
     on_gpu = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
@@ -312,18 +301,6 @@ def machine(device: str) -> dict[str, Any]:
         found["pinned_to_gpu_gb_per_s"] = pinned_copy_rate(to_host=False)
         torch.cuda.empty_cache()
     return found
-
-
-def flops_per_token(args: argparse.Namespace, num_params: int) -> float:
-    """See the head of this file."""
-    config = json.loads((Path(args.model) / "config.json").read_text())
-    heads = config["num_attention_heads"]
-    width = heads * (config.get("head_dim") or config["hidden_size"] // heads)
-    embedding = config["vocab_size"] * config["hidden_size"]
-    # the embedding is looked up, the head multiplied; tied, they are one matrix
-    multiplied = num_params if config.get("tie_word_embeddings") else num_params - embedding
-    mean_length = args.prompt_len + args.response_len
-    return 6.0 * multiplied + 6.0 * config["num_hidden_layers"] * width * mean_length
 
 
 def make_tiny(folder: Path) -> None:
@@ -349,7 +326,7 @@ def print_table(results: dict[str, dict[str, Any]]) -> None:
     names = [*COLUMNS, *MOVES]
     print("variant".ljust(14), *(name.rjust(15) for name in names))
     for variant, result in results.items():
-        values = [result["error"]] if "error" in result else [cell(result[name]).rjust(15) for name in names]
+        values = [result["error"]] if "error" in result else [cell(result.get(name)).rjust(15) for name in names]
         print(variant.ljust(14), *values)
 
 

@@ -76,10 +76,10 @@ def transport_fits_placement(cfg: RunConfig) -> str | None:
     transport = cfg.sync.update_weight_transport
     if not (cfg.starts_engines and cfg.starts_trainer):
         return None
-    if transport == "nccl" and cfg.cluster.colocate:
+    if transport in ("nccl", "gloo") and cfg.cluster.colocate:
         return (
-            "update_weight_transport = nccl cannot serve colocate = True: two processes on one GPU cannot share an NCCL"
-            " group; use --update-weight-transport ipc"
+            f"update_weight_transport = {transport} cannot serve colocate = True: two processes on one GPU cannot share"
+            " an NCCL group, and gloo would copy through the host; use --update-weight-transport ipc"
         )
     if transport == "ipc" and not cfg.cluster.colocate:
         return (

@@ -32,8 +32,9 @@ class EngineConfig:
 class SyncConfig:
     """How new weights reach the engines."""
 
-    update_weight_transport: Literal["auto", "ipc", "nccl", "disk"] = "auto"
-    """`auto`: shared memory (`ipc`) when colocated, one process group (`nccl`; gloo on a CPU) when split."""
+    update_weight_transport: Literal["auto", "ipc", "nccl", "gloo", "disk"] = "auto"
+    """`auto`: shared memory (`ipc`) when colocated, one process group (`nccl`; gloo on a CPU) when split. `gloo` goes
+    through host memory: slower, for an external engine on the trainer's own GPU or hosts between which NCCL fails."""
     update_weight_buffer_size: int = 512 * 1024 * 1024
     """Bytes of one bucket."""
     update_weights_interval: int = 1
