@@ -47,7 +47,7 @@ if declare -F start_engine >/dev/null; then start_engine; fi
 "$python" train.py \
     --hf-checkpoint "$model" --prompt-data "$prompts" --input-key prompt --label-key label --apply-chat-template \
     --rm-type random --num-rollout 3 --lr 1e-5 --device "$device" "${size[@]}" "${layout[@]}" --num-gpus-per-node "${num_gpus:-2}" \
-    --check-weight-update-equal --save-hf "$run/hf-{rollout_id}" --output-dir "$run" || fail "train.py ended with status $?"
+    --check-weight-update-equal --save-hf "$run/hf-{rollout_id}" --output-dir "$run" "$@" || fail "train.py ended with status $?"
 
 # log-probs: bfloat16 kernels of two implementations on a GPU, float32 on a CPU
 "$python" tools/check_smoke_run.py --run "$run" --steps 3 --export "$run/hf-2" \

@@ -44,7 +44,8 @@ from gpu_workloads import WORKLOADS, GpuWorkload, tiny, train_flags
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "tools"
 LEAK_RESPONSE_LEN = 256
-KILL_AFTER_S = 2.0
+KILL_AFTER = 0.3
+"""Of the time that the step before generated."""
 KILL_LIMIT_S = 240.0
 STOP_TIMEOUT_S = 60.0
 
@@ -197,7 +198,7 @@ def measure_loop(bench: Bench) -> dict[str, Any]:
     run_dir = bench.folder / time.strftime("run-%Y%m%d-%H%M%S")
     command = [
         *(sys.executable, str(ROOT / "train.py"), *bench.flags),
-        *("--num-rollout", str(bench.steps + 1 + 2 * bench.kills_engine), "--output-dir", str(run_dir)),
+        *("--num-rollout", str(bench.steps + 1 + 3 * bench.kills_engine), "--output-dir", str(run_dir)),
     ]
     log = run_dir.with_suffix(".log")
     print(f"run: {log}", flush=True)
@@ -240,8 +241,8 @@ def kill_engine(driver: "subprocess.Popen[bytes]", run_dir: Path, bench: Bench) 
     if driver.poll() is not None or step < bench.steps:
         return None
     while driver.poll() is None and "issued" not in step_times(run_dir).get(step, {}):
-        time.sleep(0.05)
-    time.sleep(KILL_AFTER_S)  # into the middle of generation
+        time.sleep(0.02)
+    time.sleep(KILL_AFTER * step_rows(run_dir)[-1]["time/generate_s"])  # into the middle of generation
     victim = generating_process(driver.pid)
     at = time.time()
     os.kill(victim, signal.SIGKILL)
