@@ -11,6 +11,7 @@ from typing import Protocol, assert_never
 
 from rlkit.config.schema import RunConfig
 from rlkit.types.batches import Update
+from rlkit.types.gaps import TokenGaps
 from rlkit.types.ranks import InitReport, MetricSet, RankInfo
 from rlkit.types.weights import WeightSource
 
@@ -31,6 +32,11 @@ class Backend(Protocol):
     def train(self, step: int, updates: list[Update]) -> MetricSet:
         """One optimizer step per update, in order. Returns metrics reduced over all ranks (`train/...`, `time/...`,
         `memory/...`)."""
+        ...
+
+    def token_gaps(self) -> TokenGaps:
+        """Log-prob differences to the engine of the samples that this rank trained on last; of ranks that share their
+        samples, the others may say nothing. Not collective."""
         ...
 
     def save(self, step: int, directory: Path, *, hf_directory: Path | None) -> None:
@@ -68,5 +74,9 @@ def create_backend(cfg: RunConfig) -> Backend:
             from rlkit.backends.fsdp.backend import FsdpBackend  # local: keeps transformers out of --help
 
             return FsdpBackend()
+        case "megatron":
+            from rlkit.backends.megatron.backend import MegatronBackend  # local: Megatron-Core may be absent
+
+            return MegatronBackend()
         case _:
             assert_never(cfg.train.train_backend)

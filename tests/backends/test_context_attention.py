@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from rlkit.algo.context_shards import held_positions, num_padding_tokens, scored_by
-from rlkit.backends.fsdp import kernels
-from rlkit.backends.fsdp.attention import PackedAttention, packed_layout, register_attention
-from rlkit.backends.fsdp.context_attention import attend_stretches, context_layout, dense_stretch
+from rlkit.backends.attention import kernels
+from rlkit.backends.attention.context import attend_stretches, context_layout, dense_stretch
+from rlkit.backends.attention.packed import PackedAttention, packed_layout
+from rlkit.backends.fsdp.attention import register_attention
 
 CASES = {case["id"]: case for case in map(json.loads, (Path(__file__).parents[1] / "data" / "cases.jsonl").open())}
 ROWS = {
@@ -84,7 +85,7 @@ def test_a_long_sequence_is_attended_a_few_queries_at_a_time(monkeypatch: pytest
     q, k, v = (x[0].transpose(0, 1) for x in random_heads(64))
     context = context_layout([0, 64], cp=2, rank=1, group=None)
     whole = attend_stretches(q[context.positions], k, v, context, 0.3, None, dense_stretch)
-    monkeypatch.setattr("rlkit.backends.fsdp.context_attention.MAX_SCORES", 200)
+    monkeypatch.setattr("rlkit.backends.attention.context.MAX_SCORES", 200)
     pieces = attend_stretches(q[context.positions], k, v, context, 0.3, None, dense_stretch)
     torch.testing.assert_close(pieces, whole, atol=1e-6, rtol=1e-6)
 
