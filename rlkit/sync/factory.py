@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import assert_never
 
+from rlkit.config.quantization import Fp8Blocks, quantized_names, read_quantization
+from rlkit.config.rules.paths import read_model_config
 from rlkit.config.schema import RunConfig
 from rlkit.engines.base import engine_kind
 from rlkit.sync.base import WeightChannel
 from rlkit.sync.disk import DiskChannel
+from rlkit.sync.engine_weights import EngineWeightChannel, RoundTripCheck, fuses_tensors
 from rlkit.sync.reload_check import ReloadCheck
 from rlkit.sync.scheduled_check import ChecksumPass, ScheduledCheck
 from rlkit.types.ranks import EngineEndpoint, RankInfo
@@ -19,20 +22,36 @@ def create_channel(
     """The channel that `--update-weight-transport` names; `auto` is `ipc` when colocated and `nccl` when split.
 
     With `--check-weight-update-equal` the embedded engine is compared by SHA-256 of each tensor, SGLang by
-    `reload_check.py`; with `--check-weight-update-interval` not at every push.
+    `reload_check.py`; with `--check-weight-update-interval` not at every push. Engines of an fp8 checkpoint get fp8.
     """
     interval = cfg.sync.check_weight_update_interval
     check = cfg.sync.check_weight_update_equal
     compares_names = engine_kind(cfg, rank.device) == "embedded"
-    channel = _plain_channel(cfg, rank, endpoints, run_dir=run_dir, with_checksums=check and compares_names)
-    if (not check and interval is None) or (check and compares_names):
+    scheme = read_quantization(cfg.model.hf_checkpoint)
+    sums_while_sending = check and compares_names and scheme is None
+    channel = _plain_channel(cfg, rank, endpoints, run_dir=run_dir, with_checksums=sums_while_sending)
+    channel = _as_engines_load(cfg, channel, scheme)
+    if (not check and interval is None) or sums_while_sending:
         return channel
     if compares_names:
-        checked = ChecksumPass(channel, max_bytes=cfg.sync.update_weight_buffer_size, is_main=rank.is_main)
+        max_bytes = cfg.sync.update_weight_buffer_size
+        if isinstance(channel, EngineWeightChannel):
+            checked = RoundTripCheck(channel, max_bytes=max_bytes, is_main=rank.is_main)
+        else:
+            checked = ChecksumPass(channel, max_bytes=max_bytes, is_main=rank.is_main)
     else:
         disk = _disk_channel(cfg, rank, endpoints, directory=run_dir / "weights_check", with_checksums=False)
+        disk = _as_engines_load(cfg, disk, scheme)
         checked = ReloadCheck(channel, disk, rank, endpoints, timeout_s=cfg.engine.engine_timeout_s)
     return checked if check or interval is None else ScheduledCheck(channel, checked, interval=interval)
+
+
+def _as_engines_load(cfg: RunConfig, channel: WeightChannel, scheme: Fp8Blocks | None) -> WeightChannel:
+    """`channel`, given the weights as engines load them where those are not the trainer's as they are."""
+    folder = cfg.model.hf_checkpoint
+    if scheme is None and not fuses_tensors(read_model_config(folder) or {}):
+        return channel
+    return EngineWeightChannel(channel, quantized_names(folder, scheme) if scheme else frozenset(), scheme)
 
 
 def _plain_channel(

@@ -10,7 +10,6 @@ never sends, because it stays random.
 from collections.abc import Sequence
 
 from rlkit.sync.base import PushReport, WeightChannel
-from rlkit.sync.disk import DiskChannel
 from rlkit.sync.engine_calls import EngineCalls
 from rlkit.types.errors import SyncError
 from rlkit.types.ranks import EngineEndpoint, RankInfo
@@ -27,7 +26,7 @@ class ReloadCheck:
     def __init__(
         self,
         inner: WeightChannel,
-        disk: DiskChannel,
+        disk: WeightChannel,
         rank: RankInfo,
         endpoints: Sequence[EngineEndpoint],
         *,
