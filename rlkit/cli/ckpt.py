@@ -72,7 +72,7 @@ def problems_of(path: Path, *, deep: bool) -> tuple[Manifest | None, list[str]]:
             return manifest, ["no fingerprints of tensors in the manifest"]
         from rlkit.backends.fsdp.fingerprint import file_fingerprints  # local: torch
 
-        wrong = differing(manifest.tensors, file_fingerprints(path / "trainer" / "dcp"))
+        wrong = differing(manifest.tensors, file_fingerprints(path / "trainer"))
         problems += [f"{name} in the files is not what the ranks held at the save" for name in wrong[:MAX_NAMED]]
         problems += [f"... {len(wrong)} tensors in all"] if len(wrong) > MAX_NAMED else []
     return manifest, problems

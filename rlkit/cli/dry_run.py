@@ -1,7 +1,8 @@
 """`--dry-run`: what a run would do, without a GPU, torch or Ray.
 
-Four parts, each a function that yields lines: the resolved configuration with where every value came from, the layout,
-the arithmetic of one step, and the bytes that are known before anything runs. Then notes. Called by `cli/entry.py`.
+Five parts, each a function that yields lines: the resolved configuration with where every value came from, the layout,
+the arithmetic of one step, the bytes that are known before anything runs, and an estimate of each phase's peak. Then
+notes. Called by `cli/entry.py`.
 """
 
 import json
@@ -10,9 +11,13 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
+from rlkit.cli import dry_run_megatron
 from rlkit.cli.dry_run_memory import memory_lines
+from rlkit.cli.dry_run_phases import phase_lines
+from rlkit.cli.machine import cuda_devices
 from rlkit.config.fields import all_fields, sections
 from rlkit.config.load import DEFAULT, ResolvedConfig
+from rlkit.config.redaction import redacted
 from rlkit.config.rules import advice, check_paths
 from rlkit.config.schema import RunConfig
 from rlkit.config.sglang_flags import PREFIX
@@ -28,12 +33,13 @@ def print_dry_run(resolved: ResolvedConfig, file: TextIO) -> None:
     """Write everything to `file`, as wide as the terminal but at most 120 columns."""
     cfg = resolved.config
     width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
+    dry_run_megatron.require_possible(cfg)
     layout = plan_layout(cfg)
     parts = [
         ("Configuration", configuration_lines(resolved, width)),
         (f"Layout: {layout_title(cfg, layout)}", layout_lines(layout, slot_word(cfg), width)),
         ("One step", arithmetic_lines(cfg)),
-        ("Memory that is known beforehand", memory_lines(cfg)),
+        *_plan_parts(cfg, layout),
         ("Notes", note_lines(cfg)),
     ]
     bold, plain = ("\033[1m", "\033[0m") if file.isatty() else ("", "")
@@ -43,6 +49,19 @@ def print_dry_run(resolved: ResolvedConfig, file: TextIO) -> None:
             print(_wrapped(line, width), file=file)
         print(file=file)
     print(_wrapped("The configuration is consistent. Dry run: nothing was started.", width), file=file)
+
+
+def _plan_parts(cfg: RunConfig, layout: Layout) -> list[tuple[str, Iterator[str]]]:
+    """What the backend of the run needs."""
+    if cfg.train.train_backend == "megatron":
+        return [
+            ("Groups", dry_run_megatron.group_lines(cfg, layout)),
+            ("Memory, estimated", dry_run_megatron.memory_lines(cfg)),
+        ]
+    return [
+        ("Memory that is known beforehand", memory_lines(cfg)),
+        ("Peak of each phase, estimated", phase_lines(cfg)),
+    ]
 
 
 def configuration_lines(resolved: ResolvedConfig, width: int) -> Iterator[str]:
@@ -83,7 +102,13 @@ def layout_title(cfg: RunConfig, layout: Layout) -> str:
     if layout.rank_slots and layout.engines:
         parts.append("taking turns" if cfg.cluster.colocate else "side by side")
     where = f"{count(layout.num_slots, slot_word(cfg))} on {count(layout.num_nodes, 'node')}"
-    return f"{', '.join(parts)}; {where}"
+    return f"{', '.join(parts)}; {where}{' (none here)' if plans_absent_gpus(cfg) else ''}"
+
+
+def plans_absent_gpus(cfg: RunConfig) -> bool:
+    """Nobody said which device is meant, and a launch on this machine would run on its CPU."""
+    named = cfg.cluster.gpu_type is not None or cfg.cluster.gpu_memory_gib is not None
+    return cfg.cluster.device == "auto" and not named and not cuda_devices()
 
 
 def layout_lines(layout: Layout, slot: str, width: int) -> Iterator[str]:
@@ -129,6 +154,8 @@ def arithmetic_lines(cfg: RunConfig) -> Iterator[str]:
     yield "  " + _micro_batches(cfg, per_rank)
     if cfg.starts_engines:
         yield "  " + _weight_update(cfg)
+    if cfg.async_training.async_mode is not None:
+        yield "  " + _meanwhile(cfg)
     if cfg.rollout.num_rollout is not None:
         run = cfg.rollout.num_rollout
         yield f"  whole run: {count(run, 'rollout')}, {run * steps:,} optimizer steps, {run * total:,} samples"
@@ -139,6 +166,11 @@ def arithmetic_lines(cfg: RunConfig) -> Iterator[str]:
 def note_lines(cfg: RunConfig) -> Iterator[str]:
     """Advice, what a launch on this machine would miss, and what cannot be known here."""
     notes = advice(cfg)
+    if plans_absent_gpus(cfg):
+        notes.append(
+            "--device auto is planned for GPUs here, but this machine has none and a launch on it would run on its CPU:"
+            " pass --device cpu to plan that, or --gpu-type NAME to plan for a GPU elsewhere"
+        )
     may_be_sglang = cfg.engine.rollout_engine == "sglang" or (
         cfg.engine.rollout_engine == "auto" and cfg.cluster.device != "cpu"
     )
@@ -164,7 +196,7 @@ def _micro_batches(cfg: RunConfig, per_rank: int) -> str:
     budget = cfg.train.max_tokens_per_gpu * cp
     flag = f"max_tokens_per_gpu x context_parallel_size = {cfg.train.max_tokens_per_gpu} x {cp}" if cp > 1 else ""
     flag = flag or f"max_tokens_per_gpu = {budget}"
-    if cfg.is_sft:
+    if cfg.is_supervised:
         return f"micro-batches of at most {budget} tokens ({flag}); a longer row is one by itself"
     prompt, response = cfg.data.rollout_max_prompt_len, cfg.rollout.rollout_max_response_len
     context = cfg.rollout.rollout_max_context_len
@@ -182,6 +214,19 @@ def _micro_batches(cfg: RunConfig, per_rank: int) -> str:
     )
 
 
+def _meanwhile(cfg: RunConfig) -> str:
+    how = "under running requests" if cfg.updates_in_flight else "when the last response is there"
+    if not cfg.async_training.is_full:
+        return f"one rollout is generated while the one before it trains; weights change {how}"
+    options = cfg.async_training
+    limit = options.staleness_limit
+    most = count((limit + 1) * cfg.rollout.rollout_batch_size, "prompt")
+    return (
+        f"generation never stops: at most {most} in flight, {count(limit, 'weight version')} behind"
+        f" (--stale-groups {options.stale_groups}); weights change {how}"
+    )
+
+
 def _weight_update(cfg: RunConfig) -> str:
     transport = cfg.sync.update_weight_transport
     if transport == "auto":
@@ -193,7 +238,8 @@ def _weight_update(cfg: RunConfig) -> str:
 
 
 def _shown(value: Any) -> str:
-    """As one would write it: `-` for unset, words of a list with spaces between."""
+    """As one would write it: `-` for unset, words of a list with spaces between, no secrets."""
+    value = redacted(value)
     if value is None:
         return "-"
     if isinstance(value, tuple | list):

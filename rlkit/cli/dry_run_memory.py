@@ -71,9 +71,9 @@ def _engine_lines(cfg: RunConfig, size: ModelSize) -> Iterator[str]:
 
 def _compute_bytes(cfg: RunConfig) -> int:
     """Bytes per parameter in engines and in the reference model."""
-    if cfg.model.dtype == "auto":
+    if cfg.dtype_name == "auto":
         return 4 if cfg.cluster.device == "cpu" else 2
-    return 4 if cfg.model.dtype == "float32" else 2
+    return 4 if cfg.dtype_name == "float32" else 2
 
 
 def _share(cfg: RunConfig, gib: float) -> str:

@@ -21,6 +21,7 @@ from rlkit.cli.exit_status import (
     attempt_number,
 )
 from rlkit.config.load import load_config, to_json
+from rlkit.config.redaction import redacted_config
 from rlkit.config.rules import advice, check_paths
 from rlkit.config.schema import RunConfig
 from rlkit.types.errors import (
@@ -48,16 +49,25 @@ class RunPlan:
     config_json: dict[str, Any]
 
 
-def prepare_run(argv: Sequence[str]) -> RunPlan:
-    """The plan of a run. Raises ConfigError; exits after `--help` and `--dry-run`."""
-    resolved = load_config(argv)
+def prepare_run(argv: Sequence[str], *, program: str = "train.py") -> RunPlan:
+    """The plan of a run of `program`. Raises ConfigError; exits after `--help`, `--dry-run` and `--probe`."""
+    resolved = load_config(argv, program=program)
     cfg = resolved.config
+    check_program(cfg, program)
     if cfg.debug.dry_run:
         print_dry_run(resolved, sys.stdout)
         raise SystemExit(0)
     problems = check_paths(cfg)
     if problems:
         raise ConfigError("\n".join(problems))
+    if cfg.debug.probe:
+        from rlkit.cli.probe import run_probe  # local: a run does not need it
+
+        run_probe(argv, cfg)
+        raise SystemExit(0)
+    from rlkit.cli.data_checks import check_rows  # local: numpy, which --help does not need
+
+    check_rows(cfg)
     for sentence in advice(cfg):
         print(f"note: {sentence}", file=sys.stderr)
     steps = num_steps(cfg)
@@ -67,7 +77,19 @@ def prepare_run(argv: Sequence[str]) -> RunPlan:
         cfg = continue_own_run(cfg, run_dir(cfg))
     # With --num-epoch the number is known only now; schedules need it too.
     cfg = replace(cfg, rollout=replace(cfg.rollout, num_rollout=steps))
-    return RunPlan(cfg=cfg, num_steps=steps, run_dir=run_dir(cfg), config_json=to_json(resolved))
+    return RunPlan(cfg=cfg, num_steps=steps, run_dir=run_dir(cfg), config_json=redacted_config(to_json(resolved)))
+
+
+def check_program(cfg: RunConfig, program: str) -> None:
+    """ConfigError where the configuration asks for the loop of the other program."""
+    mode = cfg.async_training.async_mode
+    if program == "train.py" and mode is not None:
+        raise ConfigError(
+            f"async_mode = {mode}, but train.py takes turns: it generates, then trains. Run train_async.py with these "
+            "flags, or drop --async-mode"
+        )
+    if program == "train_async.py" and mode is None:
+        raise ConfigError("async_mode = None is what train.py does: run that, or pass --async-mode one-step or full")
 
 
 def num_steps(cfg: RunConfig) -> int:
@@ -76,14 +98,16 @@ def num_steps(cfg: RunConfig) -> int:
     if cfg.rollout.num_rollout is not None:
         return cfg.rollout.num_rollout
     assert cfg.rollout.num_epoch is not None and cfg.data.prompt_data is not None, "a rule of config/rules.py"
-    from rlkit.data.jsonl import JsonlRows  # local: numpy, which --help does not need
+    from rlkit.cli.data_checks import num_rows_of_an_epoch  # local: numpy, which --help does not need
 
-    rows = len(JsonlRows(cfg.data.prompt_data))
+    rows = num_rows_of_an_epoch(cfg)
     steps = cfg.rollout.num_epoch * rows // cfg.rollout.rollout_batch_size
     if steps == 0:
+        limit = cfg.data.rollout_max_prompt_len
+        fitting = "" if limit is None else f" that fit --rollout-max-prompt-len {limit}"
         raise ConfigError(
-            f"--num-epoch {cfg.rollout.num_epoch} over {rows} rows of {cfg.data.prompt_data} is less than one batch of "
-            f"--rollout-batch-size {cfg.rollout.rollout_batch_size}; lower the batch or set --num-rollout"
+            f"--num-epoch {cfg.rollout.num_epoch} over {rows} rows of {cfg.data.prompt_data}{fitting} is less than one"
+            f" batch of --rollout-batch-size {cfg.rollout.rollout_batch_size}; lower the batch or set --num-rollout"
         )
     return steps
 
@@ -127,7 +151,7 @@ def run_cli(main: Callable[[list[str]], None], argv: list[str]) -> int:
 def supervise(argv: Sequence[str]) -> int | None:
     """Run attempts in child processes; their exit status. None without `--max-restarts`, and for a dry run."""
     cfg = load_config(argv).config
-    if cfg.recovery.max_restarts == 0 or cfg.debug.dry_run:
+    if cfg.recovery.max_restarts == 0 or cfg.debug.dry_run or cfg.debug.probe:
         return None
     from rlkit.cli.supervisor import Supervisor  # local: --help does not need it
 

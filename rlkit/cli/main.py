@@ -12,6 +12,11 @@ from rlkit.types.errors import RlkitError
 COMMANDS = {
     "audit": ("rlkit.cli.audit", "prove that no prompt was skipped or trained twice"),
     "ckpt": ("rlkit.cli.ckpt", "verify, compare and list checkpoints"),
+    "doctor": ("rlkit.cli.doctor", "would a run start here? Takes the flags of train.py"),
+    "report": ("rlkit.cli.report", "write a run's report.html: curves, time, samples, what looks wrong"),
+    "compare": ("rlkit.cli.compare", "two runs side by side: settings, and the first step that diverges"),
+    "replay": ("rlkit.cli.replay", "train a recorded step again and compare it bit for bit"),
+    "explain": ("rlkit.cli.explain", "why trainer and engine disagree on log-probs"),
 }
 EXIT_USAGE = 2
 
@@ -29,13 +34,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     name, about = COMMANDS[args[0]]
     module = importlib.import_module(name)
+    if args[0] == "doctor":  # its flags are those of a run, read by the configuration's own parser
+        return module.run_doctor(args[1:])
     parser = argparse.ArgumentParser(prog=f"rlkit {args[0]}", description=about)
     module.add_arguments(parser)
     try:
-        return module.main(parser.parse_args(args[1:]))
+        own, flags = split_flags(args[1:]) if args[0] == "replay" else (args[1:], [])
+        return module.main(parser.parse_args(own, argparse.Namespace(flags=flags)))
     except (RlkitError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+
+
+def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before `--`, and the flags of a run behind it, which argparse could not tell from its own."""
+    place = list(words).index("--") if "--" in words else len(words)
+    return list(words[:place]), list(words[place + 1 :])
 
 
 if __name__ == "__main__":

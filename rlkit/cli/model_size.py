@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlkit.config.quantization import SCALE_SUFFIX
 from rlkit.config.rules.paths import read_model_config
 
 DENSE_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
@@ -45,7 +46,8 @@ def _tensor_shapes(folder: Path) -> dict[str, list[int]]:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
-        shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+        tensors = header.keys() - {"__metadata__"}
+        shapes |= {name: header[name]["shape"] for name in tensors if not name.endswith(SCALE_SUFFIX)}
     return shapes
 
 

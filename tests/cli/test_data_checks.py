@@ -1,0 +1,65 @@
+"""Prompt files are looked at before anything starts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlkit.cli.entry import prepare_run
+from rlkit.config.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data_checks") / "tiny"
+    tool = ROOT / "tools" / "make_tiny_model.py"
+    subprocess.run([sys.executable, str(tool), "--output", str(folder), "--untrained"], check=True, capture_output=True)
+    return folder
+
+
+def argv(model: Path, rows: Path, *more: str) -> list[str]:
+    words = f"--hf-checkpoint {model} --prompt-data {rows} --label-key label --rm-type exact --colocate"
+    return [*words.split(), "--rollout-batch-size", "4", "--n-samples-per-prompt", "2", "--device", "cpu", *more]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Twelve short prompts and four long ones; a character is a token."""
+    path = tmp_path / "train.jsonl"
+    texts = [*("1+2=" for _ in range(12)), *("1+2=" * 10 for _ in range(4))]
+    path.write_text("".join(json.dumps({"input": text, "label": "3"}) + "\n" for text in texts))
+    return path
+
+
+def test_epochs_count_the_rows_that_are_trained_on(model: Path, rows: Path):
+    assert prepare_run(argv(model, rows, "--num-epoch", "2")).num_steps == 8
+    limited = argv(model, rows, "--num-epoch", "2", "--rollout-max-prompt-len", "20")
+    assert prepare_run(limited).num_steps == 2 * 12 // 4
+
+
+def test_epochs_without_a_row_that_fits(model: Path, rows: Path):
+    with pytest.raises(ConfigError, match=r"over 0 rows of .* that fit --rollout-max-prompt-len 1"):
+        prepare_run(argv(model, rows, "--num-epoch", "2", "--rollout-max-prompt-len", "1"))
+
+
+@pytest.mark.parametrize("cut", ["@[100:]", "@[5:5]", "@[16:20]"])
+def test_an_empty_slice_is_an_error_at_the_start(model: Path, rows: Path, cut: str):
+    with pytest.raises(ConfigError, match=r"prompt_data = .* holds no row; its file has 16: correct --prompt-data"):
+        prepare_run(argv(model, Path(f"{rows}{cut}"), "--num-rollout", "1"))
+
+
+def test_an_empty_evaluation_set_is_an_error_at_the_start(model: Path, rows: Path):
+    more = ("--num-rollout", "1", "--eval-interval", "1", "--eval-prompt-data", "held", f"{rows}@[50:60]")
+    with pytest.raises(ConfigError, match=r"eval_prompt_data = .* holds no row"):
+        prepare_run(argv(model, rows, *more))
+
+
+def test_an_empty_file_is_an_error_at_the_start(model: Path, tmp_path: Path):
+    path = tmp_path / "nothing.jsonl"
+    path.write_text("\n\n")
+    with pytest.raises(ConfigError, match="its file is empty"):
+        prepare_run(argv(model, path, "--num-rollout", "1"))
