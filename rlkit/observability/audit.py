@@ -152,7 +152,9 @@ class Judge:
         if group.kept_step is not None and not group.trained_steps and is_due and self._history.trained:
             self._history.problems.append(f"{who} was kept in step {group.kept_step} and never trained")
         has_outcome = is_settled(group) or group.kept_step is not None or group.buffered_step is not None
-        if not has_outcome and group.issued["step"] <= last:
+        # a pool may hold a group over any number of steps; at its end it says so of each that is left
+        may_be_held = "pooled" in group.issued and not self._history.is_finished
+        if not has_outcome and not may_be_held and group.issued["step"] <= last:
             self._history.problems.append(
                 f"{who} was issued in step {group.issued['step']} and neither kept nor dropped: it was skipped"
             )

@@ -4,7 +4,7 @@ A start or resume takes back what its checkpoint does not hold: steps after it a
 not yet issued are issued again. Called by `audit.py`, which judges the result.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,7 +137,8 @@ class History:
             self.first_group, self.first_step = next_group, fields["step"]
             return
         self._check_timeline(checkpoint_step)
-        self._take_back(checkpoint_step, next_group, resumed_at=fields["step"])
+        held = {item["group"]["group_id"] for item in state.get("waiting", ())}
+        self._take_back(checkpoint_step, next_group, held, resumed_at=fields["step"])
         self._check_state(checkpoint_step, next_group, state)
 
     def _check_timeline(self, step: int) -> None:
@@ -151,7 +152,8 @@ class History:
         else:
             self.notes.append(f"the ledger does not know the save of step {step} that an attempt continued from")
 
-    def _take_back(self, step: int, next_group: int, *, resumed_at: int) -> None:
+    def _take_back(self, step: int, next_group: int, held: Set[int], *, resumed_at: int) -> None:
+        """`held`: groups that the checkpoint holds as waiting, whatever became of them in the steps that it knows."""
         for trained_step in [number for number in self.trained if number > step]:
             ranks = self.trained.pop(trained_step)
             groups = sorted({group for event in ranks.values() for group in event["groups"]})
@@ -170,7 +172,8 @@ class History:
                 continue
             for name in ("kept_step", "dropped_step", "buffered_step"):
                 value = getattr(group, name)
-                if value is not None and value > step:
+                is_open_again = number in held and name != "buffered_step" and not group.trained_steps
+                if value is not None and (value > step or is_open_again):
                     setattr(group, name, None)
                     if name == "dropped_step":
                         group.dropped.clear()

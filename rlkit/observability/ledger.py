@@ -13,14 +13,15 @@ Fields by event (all lists run over the samples of the group, in order):
 | event | fields |
 |---|---|
 | drawn | step, first_group, num_groups, begin, end (each [epoch, rows drawn of it]), too_long, num_rows |
-| issued | step, group, position, epoch, num_samples, seeds |
+| issued | step, group, position, epoch, num_samples, seeds; `pooled` with `--async-mode full`: for any later step |
 | generated | step, group, status, lengths, versions, and `reissued` where a request had to be sent again |
 | graded | step, group, rewards (null: unscored) |
-| kept | step, group |
+| kept | step, group; with `--async-mode` staleness, in weight versions |
 | dropped | step, group, reason; `indices` where only some samples of the group are meant |
 | buffered | step, group, reason |
 | trained | step, rank, groups (with a sample on that rank), step_samples (distinct ones over all ranks) |
-| started, resumed | step (the first), source, rollout_state; resumed also checkpoint_step, weight_version, path |
+| started, resumed | step (the first), source, rollout_state; resumed also: |
+| | checkpoint_step, weight_version, path, and `changed` where settings differ from the start before |
 | saved | step, weight_version, path, rollout_state |
 | finished | step (the next one that there is not) |
 | stopped | step (the next), signal, saved |

@@ -8,6 +8,8 @@ import logging
 import sys
 from pathlib import Path
 
+from rlkit.config.redaction import without_secrets
+
 _HANDLER_PREFIX = "rlkit:"
 _FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(process)d %(name)s: %(message)s"
 _CHATTY = ("aiohttp.access", "asyncio", "filelock", "fsspec", "httpx", "matplotlib", "PIL", "urllib3")
@@ -28,12 +30,12 @@ def set_up_logging(run_dir: Path, process: str, *, console_level: int | None = N
         handler.close()
 
     to_file = logging.FileHandler(path, encoding="utf-8")
-    to_file.setFormatter(logging.Formatter(_FORMAT, datefmt="%Y-%m-%d %H:%M:%S"))
+    to_file.setFormatter(_Formatter(_FORMAT, datefmt="%Y-%m-%d %H:%M:%S"))
     handlers: list[logging.Handler] = [to_file]
     if console_level is not None:
         to_console = logging.StreamHandler(sys.stderr)
         to_console.setLevel(console_level)
-        to_console.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        to_console.setFormatter(_Formatter("%(levelname)s %(name)s: %(message)s"))
         handlers.append(to_console)
     for number, handler in enumerate(handlers):
         handler.name = f"{_HANDLER_PREFIX}{number}"
@@ -44,3 +46,10 @@ def set_up_logging(run_dir: Path, process: str, *, console_level: int | None = N
         logging.getLogger(name).setLevel(max(level, logging.WARNING))
     logging.captureWarnings(True)
     return path
+
+
+class _Formatter(logging.Formatter):
+    """Leaves secrets of the environment and of addresses out, tracebacks included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return without_secrets(super().format(record))

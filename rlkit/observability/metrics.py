@@ -108,7 +108,15 @@ class WandbSink:
     """
 
     def __init__(
-        self, run_dir: Path, *, mode: str, project: str, group: str | None = None, config: dict[str, Any] | None = None
+        self,
+        run_dir: Path,
+        *,
+        mode: str,
+        project: str,
+        group: str | None = None,
+        team: str | None = None,
+        name: str | None = None,
+        config: dict[str, Any] | None = None,
     ) -> None:
         try:
             import wandb  # pyright: ignore[reportMissingImports]
@@ -123,7 +131,8 @@ class WandbSink:
             mode=mode,  # pyright: ignore[reportArgumentType]
             project=project,
             group=group,
-            name=run_dir.name,
+            entity=team,
+            name=name or run_dir.name,
             id=id_path.read_text().strip(),
             resume="allow" if mode == "online" else None,
             config=config,

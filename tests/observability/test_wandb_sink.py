@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -15,6 +16,17 @@ def test_without_wandb_the_error_names_the_remedy(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match=r"pip install 'rlkit\[wandb\]'"):
         WandbSink(tmp_path, mode="offline", project="rlkit")
+
+
+def test_team_and_name_reach_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By a stand-in for the package, which records what it is asked for."""
+    wandb = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    WandbSink(tmp_path, mode="offline", project="p", team="us", name="third try")
+    WandbSink(tmp_path, mode="offline", project="p")
+    first, second = (call.kwargs for call in wandb.init.call_args_list)
+    assert (first["entity"], first["name"]) == ("us", "third try")
+    assert (second["entity"], second["name"]) == (None, tmp_path.name)
 
 
 def test_offline_run_is_written_under_the_run_folder_and_resumes_its_id(tmp_path: Path):
