@@ -28,7 +28,7 @@ _WRONG_FORMATS = {
     b"\xff\xfe": "UTF-16 text; write it as UTF-8",
     b"\xfe\xff": "UTF-16 text; write it as UTF-8",
     b"\x1f\x8b": "compressed by gzip; unpack it first",
-    b"PAR1": "a Parquet file; write it as JSON Lines",
+    b"PAR1": "a Parquet file; name it .parquet",
 }
 _SLICE = re.compile(r"(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 
@@ -96,7 +96,7 @@ def _existing_file(name: str) -> Path:
     if path.suffix != SUFFIX:
         remedy = "write one JSON object a line" if path.suffix == ".json" else f"convert it to JSON Lines ({SUFFIX})"
         raise DataError(
-            f"{name}: only {SUFFIX} files are read, optionally with a slice like {SUFFIX}@[0:100]; {remedy}"
+            f"{name}: only {SUFFIX} and .parquet files are read, optionally with a slice like @[0:100]; {remedy}"
         )
     if not path.exists():
         raise DataError(f"{name}: there is no such file (looked for {path.absolute()})")

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from rlkit.config.schema import DataConfig
-from rlkit.data.jsonl import JsonlRows
+from rlkit.config.schema import DataConfig, RunConfig
+from rlkit.data.conversations import checked_messages, split_conversation
 from rlkit.data.rendering import PromptRenderer, required
+from rlkit.data.rows import open_rows
 from rlkit.data.tokenizer import Tokenizer
 from rlkit.types.errors import DataError
 from rlkit.types.samples import Prompt
@@ -34,15 +35,40 @@ class Place:
     """Rows left out so far, over all epochs."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenResponses:
+    """Where the responses of supervised rows stand."""
+
+    pair_keys: tuple[str, str] | None = None
+    """Columns of the chosen and of the rejected response; None where a row has one response."""
+
+    @classmethod
+    def of(cls, cfg: RunConfig) -> "GivenResponses | None":
+        """None where responses are generated."""
+        if not cfg.is_supervised:
+            return None
+        return cls(pair_keys=(cfg.dpo.chosen_key, cfg.dpo.rejected_key) if cfg.is_dpo else None)
+
+
 class PromptSource:
     """Endless prompts from the file of `--prompt-data`, epoch after epoch. Rows are read and tokenised when drawn."""
 
-    def __init__(self, cfg: DataConfig, tokenizer: Tokenizer) -> None:
-        """Open the file. DataError when it cannot be read, has no rows, or its first row does not fit the flags."""
+    def __init__(
+        self,
+        cfg: DataConfig,
+        tokenizer: Tokenizer,
+        *,
+        given: GivenResponses | None = None,
+        keeps_messages: bool = False,
+    ) -> None:
+        """Open the file. DataError when it cannot be read, has no rows, or its first row does not fit the flags.
+        `keeps_messages`: prompts hold their messages, for an agent; those of given responses always do."""
         if cfg.prompt_data is None:
             raise DataError("there is no prompt file; pass --prompt-data FILE.jsonl")
         self._cfg = cfg
-        self._rows = JsonlRows(cfg.prompt_data)
+        self._given = given
+        self._keeps_messages = keeps_messages or given is not None
+        self._rows = open_rows(cfg.prompt_data)
         self._renderer = PromptRenderer(cfg, tokenizer)
         if not len(self._rows):
             held = self._rows.num_rows_in_file
@@ -61,6 +87,13 @@ class PromptSource:
     def num_too_long(self) -> int:
         """Draws so far that `--rollout-max-prompt-len` left out."""
         return self._num_too_long
+
+    def num_fitting_rows(self) -> int:
+        """Rows of an epoch that are not too long. Reads and tokenises all of them."""
+        limit = self._cfg.rollout_max_prompt_len
+        if limit is None:
+            return len(self)
+        return sum(len(self._row_to_prompt(row, epoch=0).token_ids) <= limit for row in range(len(self)))
 
     def next(self, num_prompts: int) -> list[Prompt]:
         """The next prompts, over the end of an epoch if need be. DataError when a whole epoch is too long."""
@@ -148,16 +181,31 @@ class PromptSource:
 
     def _row_to_prompt(self, position: int, *, epoch: int) -> Prompt:
         row, place = self._rows[position], self._rows.place(position)
+        row, label = self._label(row, place)
         text, token_ids = self._renderer.render(row, place)
-        label_key = self._cfg.label_key
         return Prompt(
             position=position,
             epoch=epoch,
             token_ids=token_ids,
             text=text,
-            label=None if label_key is None else required(row, label_key, "--label-key", place),
+            label=label,
             metadata=self._renderer.metadata(row, place),
+            messages=self._renderer.messages(row, place) if self._keeps_messages else None,
         )
+
+    def _label(self, row: dict[str, Any], place: str) -> tuple[dict[str, Any], Any]:
+        """(row whose input column is the prompt, label). Of a conversation the label is what follows the prompt."""
+        if self._given is not None and self._given.pair_keys is not None:
+            keys = zip(("chosen", "rejected"), self._given.pair_keys, strict=True)
+            return row, {name: required(row, key, f"--{name}-key", place) for name, key in keys}
+        if self._cfg.label_key is not None:
+            return row, required(row, self._cfg.label_key, "--label-key", place)
+        if self._given is None:
+            return row, None
+        key = self._cfg.input_key
+        messages = checked_messages(required(row, key, "--input-key", place), place, key)
+        first = split_conversation(messages, place, key)
+        return {**row, key: messages[:first]}, messages[first:]
 
     def _order_of(self, epoch: int) -> np.ndarray | None:
         """Row positions in the order of an epoch; None is the order of the file."""
@@ -169,7 +217,13 @@ class PromptSource:
 
 
 def load_prompts(
-    path: str, cfg: DataConfig, tokenizer: Tokenizer, *, input_key: str | None = None, label_key: str | None = None
+    path: str,
+    cfg: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    input_key: str | None = None,
+    label_key: str | None = None,
+    keeps_messages: bool = False,
 ) -> list[Prompt]:
     """All prompts of an evaluation file in its order, rendered like the training prompts.
 
@@ -182,7 +236,7 @@ def load_prompts(
         label_key=label_key or cfg.label_key,
         rollout_shuffle=False,
     )
-    source = PromptSource(own, tokenizer)
+    source = PromptSource(own, tokenizer, keeps_messages=keeps_messages)
     prompts = [prompt for _ in range(len(source)) if (prompt := source._draw()) is not None]
     left_out = f"{source.num_too_long} of {len(source)} rows are longer than --rollout-max-prompt-len"
     if not prompts:

@@ -46,6 +46,12 @@ class PromptRenderer:
             raise DataError(f"{place}: the prompt in {self._cfg.input_key!r} is empty")
         return text, token_ids
 
+    def messages(self, row: Row, place: str) -> list[dict[str, Any]] | None:
+        """The messages of a prompt; None for plain text."""
+        if not self._cfg.apply_chat_template:
+            return None
+        return _as_messages(required(row, self._cfg.input_key, "--input-key", place), self._cfg.input_key, place)
+
     def tools(self, row: Row, place: str) -> list[Any] | None:
         """The tool definitions of a row: a list, or one written as a JSON string."""
         tools = row.get(self._cfg.tool_key)

@@ -19,10 +19,11 @@ from rlkit.rewards.algebra import WALL_LIMIT_S, VerdictMemory, algebra_setup
 from rlkit.rewards.grading import AlgebraNeeded, UnscorableError, assess, resolve_rm_type
 from rlkit.rewards.process import GraderProcess, WorkerLostError
 from rlkit.rewards.remote import RemoteError, RemoteGrader
+from rlkit.rewards.reward_model import RenderForReward, RewardModelClient
 from rlkit.rewards.sandbox import Limits, NoTestsError, extract_program, passes, read_tests
 from rlkit.rewards.watch import MarkerWatch
 from rlkit.rewards.wire import Reply, UnsendableError, WorkerSetup
-from rlkit.types.errors import ConfigError, RewardError
+from rlkit.types.errors import ConfigError, DataError, RewardError
 from rlkit.types.samples import Prompt, Sample
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ class GraderPool:
     Starts by itself; `start` reports a broken `--custom-rm-path` before anything is generated.
     """
 
-    def __init__(self, cfg: RewardConfig) -> None:
+    def __init__(self, cfg: RewardConfig, *, render: RenderForReward | None = None) -> None:
+        """`render` is what `reward_model` sends of a response."""
         self._cfg = cfg
         self._setup = (
             WorkerSetup(
@@ -90,6 +92,15 @@ class GraderPool:
         self._num_logged_errors = 0
         self._programs = asyncio.Semaphore(cfg.rm_num_workers)
         self._remote: RemoteGrader | None = None
+        self._model: RewardModelClient | None = None
+        if cfg.rm_url is not None and render is not None:
+            self._model = RewardModelClient(
+                cfg.rm_url,
+                render=render,
+                batch_size=cfg.rm_batch_size,
+                timeout_s=cfg.rm_timeout_s,
+                max_retries=cfg.rm_max_retries,
+            )
         if cfg.rm_url is not None:
             self._remote = RemoteGrader(cfg.rm_url, timeout_s=cfg.rm_timeout_s, max_retries=cfg.rm_max_retries)
 
@@ -168,11 +179,15 @@ class GraderPool:
         self.close()
         if self._remote is not None:
             await self._remote.close()
+        if self._model is not None:
+            await self._model.close()
 
     async def _grade_built_in(self, sample: Sample, prompt: Prompt | None) -> Any:
         name = resolve_rm_type(self._cfg.rm_type, sample.metadata)
         if name == "remote_rm":
             return await self._ask_remote(sample, prompt)
+        if name == "reward_model":
+            return await self._ask_model(sample, prompt)
         if name == "code":
             return await self._run_code(sample)
         arguments = (self._cfg.rm_type, sample.response, sample.label, sample.metadata, self._watch)
@@ -218,6 +233,16 @@ class GraderPool:
             )
         except RemoteError as error:
             raise _UnscoredError("timeout" if error.is_timeout else "error", str(error)) from error
+
+    async def _ask_model(self, sample: Sample, prompt: Prompt | None) -> float:
+        if self._model is None or prompt is None:
+            raise RewardError("rm_type reward_model asks a server for scores; set --rm-url and --rm-model")
+        try:
+            return await self._model.score(sample, prompt)
+        except RemoteError as error:
+            raise _UnscoredError("timeout" if error.is_timeout else "error", str(error)) from error
+        except DataError as error:
+            raise _UnscoredError("error", str(error)) from error
 
     async def _run_code(self, sample: Sample) -> float:
         try:

@@ -19,11 +19,13 @@ _WORTH_A_RETRY = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class RemoteError(Exception):
-    """The server gave no reward; `is_timeout` where its last answer did not come in time."""
+    """The server gave no reward; `is_timeout` where its last answer did not come in time, `is_refusal` where it will
+    not answer this request however often it is asked."""
 
-    def __init__(self, message: str, *, is_timeout: bool = False) -> None:
+    def __init__(self, message: str, *, is_timeout: bool = False, is_refusal: bool = False) -> None:
         super().__init__(message)
         self.is_timeout = is_timeout
+        self.is_refusal = is_refusal
 
 
 class RemoteGrader:
@@ -53,8 +55,9 @@ class RemoteGrader:
                 continue
             if status == 200:
                 return self._parse(answer)
-            last = RemoteError(f"{self._url}: status {status}: {answer.decode(errors='replace')[:_BODY_EXCERPT]}")
-            if status not in _WORTH_A_RETRY:
+            told = f"{self._url}: status {status}: {answer.decode(errors='replace')[:_BODY_EXCERPT]}"
+            last = RemoteError(told, is_refusal=status not in _WORTH_A_RETRY)
+            if last.is_refusal:
                 raise last
         raise RemoteError(f"{last} (asked {self._max_retries + 1} times)", is_timeout=last.is_timeout)
 

@@ -62,28 +62,32 @@ def open_group(
 
 
 class GroupLedger:
-    """Writes the events of groups of one step while they are collected."""
+    """Writes the events of groups while they are collected."""
 
     def __init__(self, ledger: Ledger, step: int) -> None:
         self._ledger = ledger
-        self._step = step
+        self.step = step
+        """Of the events; with `--async-mode full` the one whose batch was taken last."""
 
-    def issued(self, group: SampleGroup) -> None:
+    def issued(self, group: SampleGroup, *, is_pooled: bool = False) -> None:
+        """`is_pooled`: it may be trained on in any later step (`--async-mode full`)."""
+        pooled = {"pooled": True} if is_pooled else {}
         self._ledger.write(
             LedgerEvent.ISSUED,
-            step=self._step,
+            step=self.step,
             group=group.group_id,
             position=group.prompt.position,
             epoch=group.prompt.epoch,
             num_samples=len(group.samples),
             seeds=[sample.seed for sample in group.samples],
+            **pooled,
         )
 
     def generated(self, group: SampleGroup, num_reissued: int) -> None:
         again = {"reissued": num_reissued} if num_reissued else {}
         self._ledger.write(
             LedgerEvent.GENERATED,
-            step=self._step,
+            step=self.step,
             group=group.group_id,
             status=[sample.status for sample in group.samples],
             lengths=[sample.response_length for sample in group.samples],
@@ -92,21 +96,22 @@ class GroupLedger:
         )
 
     def dropped(self, group: SampleGroup, reason: str) -> None:
-        self._ledger.write(LedgerEvent.DROPPED, step=self._step, group=group.group_id, reason=reason)
+        self._ledger.write(LedgerEvent.DROPPED, step=self.step, group=group.group_id, reason=reason)
 
     def buffered(self, group: SampleGroup, reason: str) -> None:
-        self._ledger.write(LedgerEvent.BUFFERED, step=self._step, group=group.group_id, reason=reason)
+        self._ledger.write(LedgerEvent.BUFFERED, step=self.step, group=group.group_id, reason=reason)
 
     def graded(self, group: SampleGroup) -> None:
         rewards = [sample.reward for sample in group.samples]
-        self._ledger.write(LedgerEvent.GRADED, step=self._step, group=group.group_id, rewards=rewards)
+        self._ledger.write(LedgerEvent.GRADED, step=self.step, group=group.group_id, rewards=rewards)
 
 
 class Responder(Protocol):
-    """Who turns a prompt into responses: `Generator` itself, or a function of the user (`turns.py`)."""
+    """Who turns a prompt into responses: `Generator` itself, a function of the user (`turns.py`), an agent
+    (`agents.py`)."""
 
     async def respond(
-        self, sample: Sample, sampling: SamplingParams, *, evaluation: bool
+        self, sample: Sample, sampling: SamplingParams, *, evaluation: bool, prompt: Prompt
     ) -> tuple[list[Sample], Outcome]:
         """Generate, or continue, the response in place. The list holds the sample, or what it fans out into."""
         ...
@@ -119,7 +124,7 @@ class SingleTurn:
         self._generator = generator
 
     async def respond(
-        self, sample: Sample, sampling: SamplingParams, *, evaluation: bool
+        self, sample: Sample, sampling: SamplingParams, *, evaluation: bool, prompt: Prompt
     ) -> tuple[list[Sample], Outcome]:
         return [sample], await self._generator.generate(sample, sampling)
 
@@ -329,7 +334,9 @@ class Collection:
 
     async def _respond(self, member: _Member, place: int, sample: Sample) -> None:
         try:
-            responses, outcome = await self._responder.respond(sample, self._sampling, evaluation=self._evaluation)
+            responses, outcome = await self._responder.respond(
+                sample, self._sampling, evaluation=self._evaluation, prompt=member.group.prompt
+            )
         except asyncio.CancelledError:
             sample.status = SampleStatus.ABORTED
             raise

@@ -19,6 +19,7 @@ from rlkit.data.tokenizer import Tokenizer
 from rlkit.rewards.pool import GraderPool
 from rlkit.rollout.collect import Collected, Collector, ProgressCallback, open_group
 from rlkit.rollout.metrics import length_metrics, pass_rates, scored_rewards
+from rlkit.rollout.reward_prompts import grader_pool
 from rlkit.rollout.sampling import eval_sampling
 from rlkit.types.errors import RewardError
 from rlkit.types.generation import SamplingParams
@@ -58,7 +59,7 @@ def _load(cfg: RunConfig, item: EvalSet, tokenizer: Tokenizer, eos_ids: Collecti
         apply_chat_template_kwargs=item.apply_chat_template_kwargs,
         rollout_max_prompt_len=item.max_prompt_len,
     )
-    prompts = load_prompts(item.path, data, tokenizer)
+    prompts = load_prompts(item.path, data, tokenizer, keeps_messages=cfg.keeps_messages)
     if item.metadata_overrides:
         prompts = [replace(prompt, metadata=prompt.metadata | item.metadata_overrides) for prompt in prompts]
     reward = replace(
@@ -90,7 +91,7 @@ class Evaluator:
         """Make sure that every set's grader can be used, before anything is generated."""
         for dataset in self._datasets:
             if dataset.reward not in self._pools:
-                pool = self._pools[dataset.reward] = GraderPool(dataset.reward)
+                pool = self._pools[dataset.reward] = grader_pool(dataset.reward)
                 self._opened.append(pool)
                 await pool.start()
 

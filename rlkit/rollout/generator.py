@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from rlkit.engines.client import EngineClient
+from rlkit.rollout.engine_use import EngineUse
 from rlkit.types.errors import EngineError, EngineUnavailable
 from rlkit.types.generation import FinishReason, GenerateRequest, Generation, SamplingParams
 from rlkit.types.samples import Sample, SampleStatus
@@ -25,6 +26,8 @@ MAX_ATTEMPTS = 5
 FIRST_BACKOFF_S = 0.5
 """Pause before the second attempt; it doubles with each further one: 7.5 s in all."""
 LONGEST_BACKOFF_S = 4.0
+YIELD_S = 0.1
+"""A request that an update ends in the engine's queue lets those that were running go on first."""
 REPEAT_ABORT_S = 1.0
 """An abort is repeated at this pace: a request that was on its way to an engine slips through the first one."""
 
@@ -113,6 +116,7 @@ class Generator:
         run_tag: str,
         patience_s: float = 0.0,
         follows_versions: bool = False,
+        outlives_updates: bool = False,
     ) -> None:
         """`concurrency` bounds the requests in flight over all engines. `timeout_s` is the router client's limit for
         one request.
@@ -120,7 +124,8 @@ class Generator:
         `run_tag` begins every request id: different for every process that talks to these engines.
         `patience_s`: how long a request is issued again and again while no engine can take it, because a dead one is
         being restarted. `follows_versions`: updates do not end requests, so each answer is streamed and every stretch
-        of it stamped with the weights that it comes from.
+        of it stamped with the weights that it comes from. `outlives_updates`: updates end requests, and what they cut
+        off goes on at once, in another request.
         """
         self._router = router
         self._engines = list(engines)
@@ -130,33 +135,37 @@ class Generator:
         self._run_tag = run_tag
         self._patience_s = patience_s
         self._follows_versions = follows_versions
+        self._outlives_updates = outlives_updates
         self._is_aborting = False
         self._num_requests = 0
+        self.use = EngineUse()
 
     async def generate(self, sample: Sample, sampling: SamplingParams, *, mask_previous: bool = False) -> Outcome:
         """Generate, or continue, the response in place. `sampling.max_new_tokens` is the limit of the whole response,
         over all turns.
         """
-        budget = remaining_tokens(
-            sample, max_response_len=sampling.max_new_tokens, max_context_len=self._max_context_len
-        )
-        if budget <= 0:
-            sample.status = SampleStatus.TRUNCATED
-            return Outcome()
-        at_least = max(0, min(sampling.min_new_tokens - sample.response_length, budget))  # of the whole response too
-        turn = replace(sampling, max_new_tokens=budget, min_new_tokens=at_least)
-        attempt, first_failed = 0, time.monotonic()
-        while True:
+        turn = self._turn(sample, sampling)
+        attempt, num_reissued, num_in_vain, first_failed = 0, 0, 0, time.monotonic()
+        while turn is not None:
             if attempt:
                 await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (attempt - 1), LONGEST_BACKOFF_S))
             async with self._slots:
                 if self._is_aborting:
                     sample.status = SampleStatus.ABORTED
-                    return Outcome(num_reissued=max(attempt - 1, 0))
+                    return Outcome(num_reissued=num_reissued + max(attempt - 1, 0))
                 try:
-                    generation = await self._request(sample, turn)
-                    append_generation(sample, generation, mask_previous=mask_previous)
-                    return Outcome(num_reissued=attempt)
+                    while turn is not None:
+                        with self.use:
+                            generation = await self._request(sample, turn)
+                        append_generation(sample, generation, mask_previous=mask_previous)
+                        num_reissued, attempt = num_reissued + attempt, 0
+                        num_in_vain = 0 if generation.output_ids else num_in_vain + 1
+                        if not self._goes_on(sample) or num_in_vain >= MAX_ATTEMPTS:
+                            return Outcome(num_reissued=num_reissued)
+                        if num_in_vain:
+                            await asyncio.sleep(YIELD_S)
+                        turn = self._turn(sample, sampling)  # in the same slot: before what has not begun
+                    continue
                 except EngineError as refused:
                     error = refused
                 except asyncio.CancelledError:
@@ -168,11 +177,25 @@ class Generator:
             logger.info(f"sample {sample.group_id}/{sample.index}, attempt {attempt} (of {MAX_ATTEMPTS}): {error}")
             if self._is_aborting:
                 sample.status = SampleStatus.ABORTED
-                return Outcome(num_reissued=attempt - 1)
+                return Outcome(num_reissued=num_reissued + attempt - 1)
             waits = isinstance(error, EngineUnavailable) and time.monotonic() - first_failed < self._patience_s
             if attempt >= MAX_ATTEMPTS and not waits:
                 sample.status = SampleStatus.FAILED
-                return Outcome(num_reissued=attempt - 1, error=str(error))
+                return Outcome(num_reissued=num_reissued + attempt - 1, error=str(error))
+        sample.status = SampleStatus.TRUNCATED
+        return Outcome(num_reissued=num_reissued)
+
+    def _turn(self, sample: Sample, sampling: SamplingParams) -> SamplingParams | None:
+        """What the next request may generate; None where there is no room."""
+        budget = self.room(sample, sampling)
+        if budget <= 0:
+            return None
+        at_least = max(0, min(sampling.min_new_tokens - sample.response_length, budget))  # of the whole response too
+        return replace(sampling, max_new_tokens=budget, min_new_tokens=at_least)
+
+    def _goes_on(self, sample: Sample) -> bool:
+        """Whether an answer was cut off by a weight update alone."""
+        return self._outlives_updates and sample.status is SampleStatus.ABORTED and not self._is_aborting
 
     async def _request(self, sample: Sample, sampling: SamplingParams) -> Generation:
         self._num_requests += 1

@@ -5,7 +5,7 @@ The scheme of DAPO (arXiv:2503.14476, section 3.2). A plain rollout is the case 
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rlkit.config.schema import RunConfig
@@ -155,18 +155,40 @@ class Selector:
         return selection
 
     def _exhausted(self, collection: Collection) -> DataError | EngineError:
-        selection = self._selection
-        why = ", ".join(f"{count} {reason}" for reason, count in selection.dropped.most_common())
-        start = (
-            f"step {self._step}: of {selection.num_tried} groups tried only {len(self._kept)} were kept, "
-            f"{self._wanted} (--rollout-batch-size) are wanted. Dropped: {why or 'none'}"
+        return nothing_left_to_keep(
+            self._cfg,
+            self._step,
+            self._finished,
+            self._selection.dropped,
+            num_kept=len(self._kept),
+            engine_error=collection.finish().engine_error,
         )
-        failed = sum(s.status is SampleStatus.FAILED for group in self._finished for s in group.samples)
-        if failed:
-            error = collection.finish().engine_error
-            return EngineError(f"{start}. {failed} samples failed; the last engine error: {str(error)[:300]}")
-        return DataError(
-            f"{start}. Raise --dynamic-sampling-max-groups ({self._cfg.max_groups_tried}), take "
-            "--dynamic-sampling-filter-path check_reward_nonzero_std_with_fallback, or choose prompts that the model "
-            "sometimes gets right and sometimes wrong"
-        )
+
+
+def nothing_left_to_keep(
+    cfg: RunConfig,
+    step: int,
+    finished: Sequence[SampleGroup],
+    dropped: Counter[str],
+    *,
+    num_kept: int,
+    engine_error: str | None,
+) -> DataError | EngineError:
+    """The end of a run whose step tried as many groups as it may. `finished` are those of the step."""
+    why = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
+    start = (
+        f"step {step}: of {num_kept + dropped.total()} groups tried only {num_kept} were kept, "
+        f"{cfg.rollout.rollout_batch_size} (--rollout-batch-size) are wanted. Dropped: {why or 'none'}"
+    )
+    failed = sum(s.status is SampleStatus.FAILED for group in finished for s in group.samples)
+    if failed:
+        return EngineError(f"{start}. {failed} samples failed; the last engine error: {str(engine_error)[:300]}")
+    fallback = (
+        ""
+        if cfg.async_training.is_full
+        else ("take --dynamic-sampling-filter-path check_reward_nonzero_std_with_fallback, ")
+    )
+    return DataError(
+        f"{start}. Raise --dynamic-sampling-max-groups ({cfg.max_groups_tried}), {fallback}or choose prompts that the "
+        "model sometimes gets right and sometimes wrong"
+    )

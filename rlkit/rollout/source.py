@@ -48,21 +48,24 @@ class GroupSource:
     def put_back(self, cut_off: Sequence[WaitingGroup]) -> None:
         """Keep groups for a later step: with what they hold (`--partial-rollout`), else as if never started."""
         for item in cut_off:
-            if not self._cfg.rollout.partial_rollout or self._would_be_masked(item.group):
-                item = dataclasses.replace(item, group=self._started_anew(item.group), num_continued=0)
-            self._waiting.append(item)
+            self._waiting.append(item if self._keeps(item.group) else self._anew(item))
         self._waiting.sort(key=lambda item: (item.first_step, item.group.group_id))
 
-    def state(self) -> dict[str, Any]:
-        """As JSON: the place in the prompt file, the next group id, and the groups that wait."""
+    def state(self, held: Sequence[WaitingGroup] = ()) -> dict[str, Any]:
+        """As JSON: the place in the prompt file, the next group id, and the groups that wait. `held`: groups that were
+        handed out and are still in the making; finished ones are kept, the others start anew after a resume.
+        """
+        made = [item if is_finished(item.group) else self._anew(item) for item in held]
         return {
             "prompts": self._prompts.state(),
             "next_group_id": self._next_group_id,
-            "waiting": [dataclasses.asdict(item) for item in self._waiting],
+            "waiting": [dataclasses.asdict(item) for item in [*self._waiting, *made]],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue where `state()` was taken. Without `--partial-rollout` groups that wait are started anew."""
+        """Continue where `state()` was taken. Groups that wait are started anew, except that `--partial-rollout` keeps
+        what they hold, and `--async-mode full` finished ones.
+        """
         self._prompts.load_state(state["prompts"])
         self._next_group_id = state["next_group_id"]
         self._waiting = []
@@ -105,15 +108,26 @@ class GroupSource:
             self._next_group_id += 1
         return drawn
 
-    def _would_be_masked(self, group: SampleGroup) -> bool:
-        """A finished group of which the next step could train on no token."""
-        is_finished = all(sample.status.is_trainable for sample in group.samples)
-        return is_finished and self._cfg.rollout.mask_offpolicy_in_partial_rollout
+    def _keeps(self, group: SampleGroup) -> bool:
+        """Whether a group that waits goes on with what it holds."""
+        if self._cfg.async_training.is_full:
+            return is_finished(group)
+        # with masks, a later step could train on no token of a finished group
+        would_be_masked = is_finished(group) and self._cfg.rollout.mask_offpolicy_in_partial_rollout
+        return self._cfg.rollout.partial_rollout and not would_be_masked
+
+    def _anew(self, item: WaitingGroup) -> WaitingGroup:
+        return dataclasses.replace(item, group=self._started_anew(item.group), num_continued=0)
 
     def _started_anew(self, group: SampleGroup) -> SampleGroup:
         """The same group, with the same seeds, and nothing generated."""
         size, seed = self._cfg.rollout.n_samples_per_prompt, self._cfg.data.rollout_seed
         return open_group(group.prompt, group.group_id, size, run_seed=seed)
+
+
+def is_finished(group: SampleGroup) -> bool:
+    """Whether every response is there."""
+    return all(sample.status.is_trainable for sample in group.samples)
 
 
 def mask_offpolicy(group: SampleGroup) -> None:

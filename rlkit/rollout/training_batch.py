@@ -20,21 +20,27 @@ _EXCERPT = 300
 """Characters of a response, label or error that a message quotes."""
 
 
-def build_shards(cfg: RunConfig, groups: Sequence[SampleGroup], dp: int) -> list[list[Update]]:
-    """[rank][optimizer step]. SFT weighs all samples alike; otherwise each counts by its advantage in its group."""
+def build_shards(
+    cfg: RunConfig, groups: Sequence[SampleGroup], dp: int, *, weights: Sequence[float] | None = None
+) -> list[list[Update]]:
+    """[rank][optimizer step]. SFT weighs all samples alike, DPO tells the chosen (1) from the rejected (-1); otherwise
+    each counts by its advantage in its group, times its weight, if there are `weights`.
+    """
     samples = flatten(groups)
-    if cfg.is_sft:
+    if cfg.is_dpo:
+        advantages = [1.0 if sample.index == 0 else -1.0 for sample in samples]  # the chosen one comes first
+    elif cfg.is_supervised:
         advantages = [1.0] * len(samples)
     else:
-        estimator = cfg.algo.advantage_estimator
-        assert estimator != "ppo", "a rule refuses it: there is no critic"
         advantages = estimate_advantages(
             [shaped_reward(cfg, sample) for sample in samples],
             [sample.group_id for sample in samples],
-            estimator=estimator,
+            estimator=cfg.algo.advantage_estimator,
             divide_by_std=not cfg.algo.disable_grpo_std_normalization,
             rollouts=[rollout_of(sample) for sample in samples],
         )
+    if weights is not None:
+        advantages = [advantage * weight for advantage, weight in zip(advantages, weights, strict=True)]
     return build_updates(
         samples,
         advantages,
@@ -44,8 +50,9 @@ def build_shards(cfg: RunConfig, groups: Sequence[SampleGroup], dp: int) -> list
         cp=cfg.train.context_parallel_size,
         per_token_loss=cfg.algo.calculate_per_token_loss,
         constant_length=cfg.algo.loss_constant_length,
-        with_rollout_logprobs=not cfg.is_sft,
-        require_reward=not cfg.is_sft,
+        with_rollout_logprobs=not cfg.is_supervised,
+        require_reward=not cfg.is_supervised,
+        keep_groups=cfg.is_dpo,
     )
 
 
@@ -58,7 +65,7 @@ def shaped_reward(cfg: RunConfig, sample: Sample) -> float | None:
 
 def shaping_metrics(cfg: RunConfig, groups: Sequence[SampleGroup]) -> MetricSet:
     """What shaping adds to the reported rewards, as a mean over scored samples; empty where nothing is shaped."""
-    if cfg.is_sft or cfg.algo.overlong_buffer_len is None:
+    if cfg.is_supervised or cfg.algo.overlong_buffer_len is None:
         return {}
     penalties = [_overlong_penalty(cfg, s) for s in flatten(groups) if shaped_reward(cfg, s) is not None]
     return {"rollout/overlong_penalty": sum(penalties) / len(penalties)} if penalties else {}

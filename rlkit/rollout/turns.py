@@ -13,7 +13,7 @@ from rlkit.data.tokenizer import Tokenizer
 from rlkit.rollout.generator import Generator, Outcome
 from rlkit.rollout.hooks import HookError
 from rlkit.types.generation import SamplingParams
-from rlkit.types.samples import Sample, SampleStatus
+from rlkit.types.samples import Prompt, Sample, SampleStatus
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class CustomResponder:
         self._num_logged = 0
 
     async def respond(
-        self, sample: Sample, sampling: SamplingParams, *, evaluation: bool
+        self, sample: Sample, sampling: SamplingParams, *, evaluation: bool, prompt: Prompt
     ) -> tuple[list[Sample], Outcome]:
         turns = Turns(self._generator, self._tokenizer, sampling, evaluation=evaluation)
         before = list(sample.tokens)

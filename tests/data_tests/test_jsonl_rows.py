@@ -126,8 +126,8 @@ def test_nan_is_read_as_null_and_integers_keep_all_digits(jsonl):
     [
         ("p.json", b"[]", r"one JSON object a line"),
         ("p.parquet", b"PAR1", r"convert it to JSON Lines"),
-        ("p.csv", b"a,b", r"only \.jsonl files"),
-        ("p", b"{}", r"only \.jsonl files"),
+        ("p.csv", b"a,b", r"only \.jsonl and \.parquet files"),
+        ("p", b"{}", r"only \.jsonl and \.parquet files"),
         ("p.jsonl", b'[\n{"a": 1}\n]', r"holds a JSON array"),
         ("p.jsonl", "{}".encode("utf-16"), r"UTF-16"),
         ("p.jsonl", b"\x1f\x8b\x08\x00", r"gzip"),

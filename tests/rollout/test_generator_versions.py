@@ -104,3 +104,38 @@ def test_patience_ends_where_it_cannot_help(error: EngineError, patience_s: floa
     outcome = generate(router, sample, patience_s=patience_s)
     assert sample.status is SampleStatus.FAILED
     assert len(router.answers) == 20 - MAX_ATTEMPTS and outcome.num_reissued == MAX_ATTEMPTS - 1
+
+
+class CuttingRouter(ScriptedRouter):
+    """Cuts off every answer but the last: after so many tokens, at such a version."""
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[Generation]:
+        is_last = len(self.answers) == 1
+        self.budgets = [*getattr(self, "budgets", []), request.sampling.max_new_tokens]
+        async for answer in super().stream(request):
+            reason = answer.finish_reason
+            yield answer if is_last or reason is None else replace(answer, finish_reason=FinishReason.ABORT)
+
+
+def test_what_an_update_cuts_off_goes_on_at_the_new_weights():
+    sample = new_sample()
+    router = CuttingRouter([(3, 3)], EngineUnavailable("restarting"), [(0, 4)], [(2, 5)], [(3, 6)])
+    outcome = generate(router, sample, outlives_updates=True)
+    assert sample.status is SampleStatus.TRUNCATED and sample.response_length == 8
+    assert sample.rollout_logprobs == [-0.5] * 8 and sample.loss_mask == [1] * 8
+    assert (sample.weight_versions, sample.version_starts) == ([3, 4, 5, 6], [0, 3, 3, 5])
+    assert router.budgets == [8, 5, 5, 5, 3], "the limit is that of the whole response"
+    assert outcome.num_reissued == 1, "going on is not issuing again"
+
+
+def test_without_that_it_stays_cut_off():
+    sample = new_sample()
+    generate(CuttingRouter([(3, 3)], [(5, 4)]), sample)
+    assert sample.status is SampleStatus.ABORTED and sample.response_length == 3
+
+
+def test_an_engine_that_only_cuts_off_is_given_up():
+    sample = new_sample()
+    router = CuttingRouter(*([[(0, 3)]] * (MAX_ATTEMPTS + 1)))
+    generate(router, sample, outlives_updates=True)
+    assert sample.status is SampleStatus.ABORTED and len(router.answers) == 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fake_engine_server import EOS, FakeEngine
-from managed_rollouts import calculator, managed
+from managed_rollouts import calculator, managed, spell
 
 import rlkit.rollout.generator as generator_module
 from rlkit.algo.advantages import group_advantages
@@ -180,6 +180,71 @@ def test_sft_trains_on_labels_without_engines(make_run: MakeRun, tmp_path: Path)
     assert batch.metrics["rollout/response_length"] == 2.0  # one digit (0+0 to 3+3) and the end of the turn
     assert "rollout/reward" not in batch.metrics
     assert [e["group"] for e in events(tmp_path, LedgerEvent.KEPT)] == [0, 1, 2, 3]
+
+
+def test_a_run_that_only_evaluates_needs_no_prompt_file(make_run: MakeRun, prompt_file: Path, tmp_path: Path):
+    cfg = make_run(
+        data={"prompt_data": None},
+        rollout={"num_rollout": 0},
+        evaluation={"eval_interval": 1, "eval_prompt_data": ("sums", str(prompt_file))},
+    )
+
+    async def main() -> dict[str, float]:
+        async with managed(cfg, tmp_path, FakeEngine(speech=calculator(right=lambda seed: True))) as manager:
+            return await manager.evaluate(0)
+
+    assert run(main())["eval/sums"] == 1.0
+
+
+def test_dpo_trains_on_pairs_without_engines(make_run: MakeRun, tmp_path: Path):
+    rows = [{"input": f"{a}+1=", "chosen": str(a + 1), "rejected": str(a + 12)} for a in range(6)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = make_run(
+        algo={"loss_type": "dpo_loss"},
+        data={"prompt_data": str(path), "label_key": None},
+        rollout={"n_samples_per_prompt": 2},
+        train={"max_tokens_per_gpu": 16},
+    )
+
+    async def main() -> list[RolloutBatch]:
+        async with managed(cfg, tmp_path, dp=2) as manager:
+            return [await manager.generate(step) for step in range(2)]
+
+    made = run(main())
+    for batch in made:
+        packed = batches(batch)
+        assert sum(p.num_sequences for p in packed) == 8
+        for p in packed:
+            assert p.advantages_S.tolist() == [1.0, -1.0] * (p.num_sequences // 2)
+            assert all(first + 1 == second for first, second in p.sample_ids_S.view(-1, 2).tolist())
+    (first,) = (p for p in batches(made[0]) if 0 in p.sample_ids_S.tolist())
+    where = first.sample_ids_S.tolist().index(0)
+    bounds = first.cu_seqlens.tolist()
+    texts = [spell(first.tokens_T[bounds[n] : bounds[n + 1]].tolist()) for n in (where, where + 1)]
+    assert texts == ["0+1=1", "0+1=12"]
+    assert [e["group"] for e in events(tmp_path, LedgerEvent.KEPT)] == list(range(8))
+
+
+def test_given_responses_that_do_not_fit_are_left_out_as_pairs(make_run: MakeRun, tmp_path: Path):
+    """Never cut: `0+1=` and five digits are one token too many, with the end of the turn."""
+    rows = [{"input": "0+1=", "chosen": "1", "rejected": "2" * (5 if n == 1 else 4)} for n in range(4)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = make_run(
+        algo={"loss_type": "dpo_loss"},
+        data={"prompt_data": str(path), "label_key": None},
+        rollout={"n_samples_per_prompt": 2, "rollout_max_context_len": 9},
+    )
+
+    async def main() -> RolloutBatch:
+        async with managed(cfg, tmp_path, dp=1) as manager:
+            return await manager.generate(0)
+
+    ids = [i for p in batches(run(main())) for i in p.sample_ids_S.tolist()]
+    assert sorted(ids) == [0, 1, 4, 5, 6, 7]
+    (dropped,) = events(tmp_path, LedgerEvent.DROPPED)
+    assert (dropped["group"], dropped["reason"]) == (1, "too_long")
 
 
 # ---- what cannot be trained on ---------------------------------------------------------------------------------------

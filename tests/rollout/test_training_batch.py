@@ -128,3 +128,16 @@ def test_samples_of_one_rollout_share_its_advantage():
     found = dict(zip(batch.sample_ids_S.tolist(), batch.advantages_S.tolist(), strict=True))
     assert found == {0: 1.0, 1: 1.0, 2: -1.0}
     assert dict(zip(batch.sample_ids_S.tolist(), batch.rollouts_S.tolist(), strict=True)) == {0: 0, 1: 0, 2: 1}
+
+
+def test_weights_scale_the_advantages_of_their_samples():
+    groups = [group_of(one_sample(g, 3, reward=0.0, index=0), one_sample(g, 3, reward=1.0, index=1)) for g in (0, 1)]
+    cfg = RunConfig(rollout=RolloutConfig(rollout_batch_size=2, n_samples_per_prompt=2))
+
+    def advantages(**options: list[float]) -> dict[int, float]:
+        batches = [b for updates in build_shards(cfg, groups, 1, **options) for u in updates for b in u.micro_batches]
+        return {i: a for b in batches for i, a in zip(b.sample_ids_S.tolist(), b.advantages_S.tolist(), strict=True)}
+
+    plain, weighed = advantages(), advantages(weights=[1.0, 0.5, 0.25, 0.0])
+    assert min(map(abs, plain.values())) > 0.5
+    assert weighed == pytest.approx({0: plain[0], 1: 0.5 * plain[1], 2: 0.25 * plain[2], 3: 0.0})

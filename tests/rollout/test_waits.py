@@ -19,7 +19,7 @@ class Answers:
     def counters(self) -> dict[str, int]:
         return {}
 
-    async def respond(self, sample, sampling, *, evaluation):
+    async def respond(self, sample, sampling, *, evaluation, prompt):
         if sample.index > 0:
             await self.respond_now.wait()
         sample.tokens.append(5)
