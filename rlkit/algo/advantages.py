@@ -15,8 +15,8 @@ from typing import Literal, assert_never
 
 Reward = float | None
 
-SampleEstimator = Literal["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-"""By the name of the algorithm; GSPO and CISPO change the loss and share GRPO's advantages."""
+SampleEstimator = Literal["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"]
+"""By the name of the algorithm. GSPO and CISPO change the loss and share GRPO's advantages; PPO's need a critic."""
 
 
 def estimate_advantages(
@@ -40,7 +40,7 @@ def estimate_advantages(
             return group_advantages(rewards, group_ids, divide_by_std=divide_by_std)
         case "rloo":
             return leave_one_out_advantages(rewards, group_ids)
-        case "reinforce_plus_plus":
+        case "reinforce_plus_plus" | "ppo":
             return [0.0 if reward is None or not math.isfinite(reward) else float(reward) for reward in rewards]
         case "reinforce_plus_plus_baseline":
             return group_advantages(rewards, group_ids, divide_by_std=False)

@@ -31,21 +31,26 @@ def build_updates(
     constant_length: int | None = None,
     cp: int = 1,
     require_reward: bool = True,
+    keep_groups: bool = False,
 ) -> list[list[Update]]:
     """[rank][optimizer step] of one rollout.
 
     Each block of `batch_size` consecutive rollouts, of one sample each unless they fan out into several, makes one
     optimizer step (the last block holds what is left). Inside a block, samples that cannot be trained on take no
     compute: not trainable, no finite reward (with `require_reward`; SFT has none), or a loss mask of zeros. A block
-    without any trainable sample becomes an update without micro-batches. Raises DataError when a sample's lists do not
-    fit together.
+    without any trainable sample becomes an update without micro-batches. With `keep_groups` the samples of a group are
+    neighbours in one micro-batch, and a group of which one cannot be trained on is left out. Raises DataError when a
+    sample's lists do not fit together.
     """
     assert len(samples) == len(advantages) and batch_size > 0
     ranks: list[list[Update]] = [[] for _ in range(dp)]
     runs = [list(run) for _, run in groupby(range(len(samples)), key=lambda i: rollout_of(samples[i]))]
     for start in range(0, len(runs), batch_size):
         block = [i for run in runs[start : start + batch_size] for i in run]
+        lost = {samples[i].group_id for i in block if not is_trained_on(samples[i], require_reward=require_reward)}
         kept = [i for i in block if is_trained_on(samples[i], require_reward=require_reward)]
+        if keep_groups:
+            kept = [i for i in kept if samples[i].group_id not in lost]
         for i in kept:
             _check(samples[i], i, with_rollout_logprobs=with_rollout_logprobs)
         num_loss_tokens = sum(sum(samples[i].loss_mask) for i in kept)
@@ -58,9 +63,13 @@ def build_updates(
             constant_length=constant_length,
         )
         weight_of = dict(zip(kept, weights, strict=True))
-        plan = plan_step([samples[i].total_length for i in kept], dp=dp, max_tokens=max_tokens, cp=cp)
+        units = [[i] for i in kept]
+        if keep_groups:
+            units = [list(unit) for _, unit in groupby(kept, key=lambda i: samples[i].group_id)]
+        lengths = [sum(samples[i].total_length for i in unit) for unit in units]
+        plan = plan_step(lengths, dp=dp, max_tokens=max_tokens, cp=cp)
         for updates, micro_batches in zip(ranks, plan.micro_batches, strict=True):
-            chosen = [[kept[member] for member in members] for members in micro_batches]
+            chosen = [[i for member in members for i in units[member]] for members in micro_batches]
             packed = [
                 pack(
                     [samples[i] for i in members],
@@ -126,20 +135,24 @@ def pack(
     lengths = np.array([sample.total_length for sample in samples], dtype=np.int64)
     bounds = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
     num_tokens = int(bounds[-1])
-    starts = np.repeat(bounds[:-1], lengths)
+    ramp = np.arange(lengths.max() if len(lengths) else 0, dtype=np.int64)
+    positions = np.empty(num_tokens, dtype=np.int64)
     mask = np.zeros(num_tokens, dtype=np.bool_)
+    weight = np.zeros(num_tokens, dtype=np.float32)
     rollout_logp = np.zeros(num_tokens, dtype=np.float32)
     tokens = np.empty(num_tokens, dtype=np.int64)
-    for sample, start, end in zip(samples, bounds[:-1], bounds[1:], strict=True):
+    places = zip(samples, bounds[:-1].tolist(), bounds[1:].tolist(), token_weights, strict=True)
+    for sample, start, end, token_weight in places:
+        first = start + sample.prompt_length
         tokens[start:end] = sample.tokens
-        mask[start + sample.prompt_length : end] = sample.loss_mask
+        positions[start:end] = ramp[: end - start]
+        mask[first:end] = np.frombuffer(bytes(sample.loss_mask), dtype=np.bool_)
+        np.multiply(mask[first:end], np.float32(token_weight), out=weight[first:end])
         if with_rollout_logprobs:
-            rollout_logp[start + sample.prompt_length : end] = sample.rollout_logprobs
-    weight = np.repeat(np.array(token_weights, dtype=np.float32), lengths)
-    weight[~mask] = 0.0
+            rollout_logp[first:end] = sample.rollout_logprobs
     return PackedBatch(
         tokens_T=_tensor(tokens),
-        positions_T=_tensor(np.arange(num_tokens, dtype=np.int64) - starts),
+        positions_T=_tensor(positions),
         cu_seqlens=_tensor(bounds.astype(np.int32)),
         max_seqlen=int(lengths.max()) if len(lengths) else 0,
         loss_mask_T=_tensor(mask),

@@ -35,32 +35,26 @@ def chunked_log_probs(
     chunk_size: int,
     bias_V: Tensor | None = None,
     compiled: bool = False,
+    tile: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of each target, entropy of each distribution), both float32 [N], differentiable with respect to all
     inputs.
 
     Logits must be finite. They are computed in the dtype of `hidden_ND` and `weight_VD`, as inference engines do;
     everything after in float32. N = 0 gives empty results that still carry gradients (zeros), which keeps sharded
-    parameters in step.
+    parameters in step. `tile`: rows of every chunk, the last one filled up with zeros, instead of `chunk_size`.
     """
     assert temperature > 0.0 and chunk_size > 0
+    num_rows = hidden_ND.shape[0]
+    if tile is not None:
+        chunk_size, missing = tile, -num_rows % tile
+        hidden_ND = torch.nn.functional.pad(hidden_ND, (0, 0, 0, missing))
+        targets_N = torch.nn.functional.pad(targets_N, (0, missing))
     logp_N, entropy_N = _ChunkedLogProbs.apply(
         hidden_ND, weight_VD, bias_V, targets_N, temperature, chunk_size, compiled
     )
-    return logp_N, entropy_N
+    return logp_N[:num_rows], entropy_N[:num_rows]
 
-
-def auto_chunk_size(vocab_size: int, *, is_cuda: bool) -> int:
-    """Rows of a chunk where nobody chose: on a GPU as many as fill `CHUNK_BYTES` with float32 logits, else 1024.
-
-    Larger chunks feed the matrix products better; the gradient of the head is added up once a chunk.
-    """
-    if not is_cuda:
-        return 1024
-    return max(1024, CHUNK_BYTES // 4 // vocab_size // 256 * 256)
-
-
-CHUNK_BYTES = 1 << 30
 
 ScoreLogits = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
 """(logits [C, V], targets [C], temperature) -> float32 [C] each: log-prob of the target, entropy, and log of the sum of
@@ -73,7 +67,8 @@ logits [C, V], in their dtype. May overwrite the logits.
 """
 
 
-def _score_logits(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def score_logits(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The eager `ScoreLogits`."""
     scaled_CV = logits_CV.float()
     if temperature != 1.0:
         scaled_CV = scaled_CV.div_(temperature)
@@ -133,11 +128,11 @@ def _grad_of_logits_pointwise(
 
 @cache
 def _compiled() -> tuple[ScoreLogits, GradOfLogits]:
-    return torch.compile(_score_logits), torch.compile(_grad_of_logits_pointwise)
+    return torch.compile(score_logits), torch.compile(_grad_of_logits_pointwise)
 
 
 def _functions(compiled: bool) -> tuple[ScoreLogits, GradOfLogits]:
-    return _compiled() if compiled else (_score_logits, _grad_of_logits)
+    return _compiled() if compiled else (score_logits, _grad_of_logits)
 
 
 def _mark_rows(compiled: bool, *tensors: Tensor | None) -> None:

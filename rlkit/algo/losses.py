@@ -14,13 +14,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rlkit.algo import dpo
 from rlkit.algo.cispo import cispo_objective
 from rlkit.algo.gspo import sequence_log_ratio
 from rlkit.algo.kl import KlType, token_kl, unbiased_kl
 from rlkit.algo.ppo import clipped_objective
 from rlkit.algo.sequences import Sequences
 
-WEIGHTED = ("loss", "pg_loss", "kl_loss")
+WEIGHTED = ("loss", "pg_loss", "kl_loss", *dpo.SUM_NAMES)
 
 LossAndSums = tuple[Tensor, dict[str, Tensor]]
 

@@ -21,6 +21,9 @@ MARGIN = 1.05
 FIXED_BYTES = int(1.5 * GIB)
 """CUDA context, NCCL, workspaces of matrix products."""
 
+CHUNK_BYTES = 1 << 30
+"""Of a chunk's float32 logits on a GPU."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
@@ -93,10 +96,17 @@ def trainer_memory(
     is_compiled: bool,
     keeps_weights: bool,
     compute_bytes: int = 2,
+    num_trained: int | None = None,
+    is_offloaded: bool = False,
 ) -> TrainerMemory:
     """`num_tokens`: of the longest pack on one GPU. `chunk_size`: rows of logits at a time. `keeps_weights`: the whole
     weights stay from the forward to the backward pass (one rank) instead of being gathered block by block.
+    `num_trained`: parameters with gradients and moments, where they are not all. `is_offloaded`: shards of masters,
+    gradients and moments are in host memory.
     """
+    trained = shape.num_params if num_trained is None else num_trained
+    shards = (MASTER_BYTES * shape.num_params + ADAM_BYTES * trained) / num_ranks
+    reduced = math.ceil(trained / num_ranks) * (num_ranks > 1)
     embedding = shape.vocab * shape.hidden
     block_params = max(0, shape.num_params - embedding) // shape.num_layers
     whole = shape.num_params if keeps_weights else min(shape.num_params, 2 * block_params + embedding)
@@ -105,13 +115,23 @@ def trainer_memory(
     logit_bytes = 2 * compute_bytes + (0 if is_compiled else 8)
     return TrainerMemory(
         num_layers=shape.num_layers,
-        states=(MASTER_BYTES + ADAM_BYTES) * math.ceil(shape.num_params / num_ranks),
-        gradients=GRADIENT_BYTES * (math.ceil(shape.num_params / num_ranks) * (num_ranks > 1) + shape.num_params),
+        states=0 if is_offloaded else math.ceil(shards),
+        gradients=GRADIENT_BYTES * (reduced + trained),
         weights=compute_bytes * whole,
         logits=rows * shape.vocab * logit_bytes + embedding * (4 + 2 * compute_bytes),
         block=num_tokens * block_bytes_per_token(shape, is_compiled=is_compiled, compute_bytes=compute_bytes),
         block_input=num_tokens * shape.hidden * compute_bytes,
     )
+
+
+def auto_chunk_size(vocab_size: int, *, is_cuda: bool) -> int:
+    """Rows of a chunk where nobody chose: on a GPU as many as fill `CHUNK_BYTES` with float32 logits, else 1024.
+
+    Larger chunks feed the matrix products better; the gradient of the head is added up once a chunk.
+    """
+    if not is_cuda:
+        return 1024
+    return max(1024, CHUNK_BYTES // 4 // vocab_size // 256 * 256)
 
 
 def block_bytes_per_token(shape: ModelShape, *, is_compiled: bool, compute_bytes: int = 2) -> int:

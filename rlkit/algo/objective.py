@@ -8,10 +8,12 @@ them into what the loss needs of the whole rollout or step, then `loss` is calle
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from rlkit.algo import dpo
 from rlkit.algo.distillation import distillation_advantages
 from rlkit.algo.importance import (
     ImportanceWeights,
@@ -23,8 +25,9 @@ from rlkit.algo.importance import (
 from rlkit.algo.kl import token_kl
 from rlkit.algo.losses import PolicyObjective, log_prob_gap, mismatch_kl, policy_loss, sft_loss
 from rlkit.algo.opsm import drifted_sequences
+from rlkit.algo.ppo import gae
 from rlkit.algo.reducers import token_weights
-from rlkit.algo.reinforce import returns_to_go
+from rlkit.algo.reinforce import returns_to_go, token_rewards
 from rlkit.algo.sequences import Sequences, SumShares, unshared
 from rlkit.algo.whitening import whiten
 from rlkit.config.schema import MismatchConfig, RunConfig
@@ -43,6 +46,24 @@ class LossReport:
     maxima: dict[str, Tensor]
 
 
+class StepObjective(Protocol):
+    """What optimizer steps minimise: a policy's objective, or a critic's (`value.py`)."""
+
+    @property
+    def sum_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def max_names(self) -> tuple[str, ...]: ...
+
+    def loss(self, batch: PackedBatch, *outputs: Tensor) -> LossReport:
+        """Of a micro-batch and what the model made of it, [T] each."""
+        ...
+
+    def derive(self, metrics: MetricSet) -> MetricSet:
+        """The reduced metrics with those that follow from others."""
+        ...
+
+
 class Objective:
     """Stateless. `sum_over_data` adds over the ranks that hold other samples, `sum_over_context` over those that hold
     other tokens of the same ones; both are called in the same order on every rank.
@@ -56,20 +77,22 @@ class Objective:
         self._sum_over_context = sum_over_context
         self._weighting, self._rejection = _importance_settings(cfg.mismatch)
         mismatch, algo = cfg.mismatch, cfg.algo
-        is_policy = not cfg.is_sft
+        is_policy = not cfg.is_supervised
         self._weighs = is_policy and (self._weighting is not None or self._rejection is not None)
         self._weighs_whole_step = self._weighs and (
             mismatch.use_rs or mismatch.tis_mode == "mask" or mismatch.tis_batch_normalize
         )
         self._scores_tokens = is_policy and (algo.kl_coef != 0 or cfg.needs_teacher)
-        self._shapes_tokens = self._scores_tokens or (is_policy and (algo.normalize_advantages or algo.gamma != 1.0))
+        self._shapes_tokens = (
+            self._scores_tokens or cfg.needs_critic or (is_policy and (algo.normalize_advantages or algo.gamma != 1.0))
+        )
         self.max_names = (f"{GAP}_max",) if is_policy else ()
         self.sum_names = tuple(self._sum_names())
 
     def _sum_names(self) -> list[str]:
         names = ["loss", "entropy"]
-        if self._cfg.is_sft:
-            return names
+        if self._cfg.is_supervised:
+            return [*names, *dpo.SUM_NAMES] if self._cfg.is_dpo else names
         names += ["pg_loss", "ppo_kl", "clip_fraction", GAP, "mismatch_k1", "mismatch_k3"]
         optional = {
             "kl_loss": self._cfg.algo.use_kl_loss,
@@ -89,7 +112,7 @@ class Objective:
         The policy has not moved before the first, so there they are the current ones, unless something has to know them
         before the loss. The engine's stand in for them with `--use-rollout-logprobs`.
         """
-        if self._cfg.is_sft or self._cfg.algo.use_rollout_logprobs:
+        if self._cfg.is_supervised or self._cfg.algo.use_rollout_logprobs:
             return False
         return number > 0 or self._scores_tokens or self._weighs_whole_step
 
@@ -111,11 +134,14 @@ class Objective:
             finished = [self._with_weights(step, num) for step, num in zip(finished, num_rollouts, strict=True)]
         return finished
 
-    def loss(self, batch: PackedBatch, logp_T: Tensor, entropy_T: Tensor) -> LossReport:
-        """`logp_T` and `entropy_T` [T] of the current policy, differentiable."""
+    def loss(self, batch: PackedBatch, *outputs: Tensor) -> LossReport:
+        """`outputs`: log-probs and entropies [T] of the current policy, differentiable."""
+        logp_T, entropy_T = outputs
         if self._cfg.is_sft:
             loss, sums = sft_loss(logp_T, mask_T=batch.loss_mask_T, weight_T=batch.loss_weight_T, entropy_T=entropy_T)
             return LossReport(loss=loss, sums=sums, maxima={})
+        if self._cfg.is_dpo:
+            return self._pair_loss(batch, logp_T, entropy_T)
         algo = self._cfg.algo
         sequences = self._sequences(batch)
         old_logp_T = self._old_logp(batch, logp_T)
@@ -166,6 +192,8 @@ class Objective:
 
     def _with_advantages(self, updates: list[list[PackedBatch]]) -> list[list[PackedBatch]]:
         batches = [batch for step in updates for batch in step]
+        if self._cfg.needs_critic:
+            batches = [self._with_estimates(batch) for batch in batches]
         advantages = [self._token_advantages(batch) for batch in batches]
         if self._cfg.algo.normalize_advantages:
             advantages = whiten(advantages, [batch.loss_mask_T for batch in batches], sum_shares=self._sum_over_all)
@@ -175,26 +203,50 @@ class Objective:
     def _token_advantages(self, batch: PackedBatch) -> Tensor:
         algo = self._cfg.algo
         mask_T = batch.loss_mask_T
-        scores_T = self._sequences(batch).spread(batch.advantages_S)
-        old_logp_T = self._old_logp(batch, None) if self._scores_tokens else None
-        if algo.kl_coef != 0 or algo.gamma != 1.0:
-            penalties_T = None
-            if algo.kl_coef != 0:
-                assert old_logp_T is not None and batch.ref_logp_T is not None
-                penalties_T = algo.kl_coef * token_kl(old_logp_T, batch.ref_logp_T, kl_type=algo.kl_loss_type)
-            scores_T = returns_to_go(
-                scores_T,
-                penalties_T,
-                mask_T=mask_T,
-                cu_seqlens=batch.cu_seqlens,
-                max_len=batch.max_seqlen,
-                gamma=algo.gamma,
-            )
+        if batch.advantages_T is not None:
+            scores_T = batch.advantages_T  # a critic's
+        else:
+            scores_T = self._sequences(batch).spread(batch.advantages_S)
+            if algo.kl_coef != 0 or algo.gamma != 1.0:
+                scores_T = returns_to_go(
+                    scores_T,
+                    self._penalties(batch),
+                    mask_T=mask_T,
+                    cu_seqlens=batch.cu_seqlens,
+                    max_len=batch.max_seqlen,
+                    gamma=algo.gamma,
+                )
         if self._cfg.needs_teacher:
-            assert old_logp_T is not None and batch.teacher_logp_T is not None
+            old_logp_T = self._old_logp(batch, None)
+            assert batch.teacher_logp_T is not None
             coef = self._cfg.distill.opd_kl_coef
             scores_T = scores_T + distillation_advantages(old_logp_T, batch.teacher_logp_T, mask_T=mask_T, coef=coef)
         return scores_T
+
+    def _with_estimates(self, batch: PackedBatch) -> PackedBatch:
+        """With GAE's advantages, and the returns that the critic learns: both hold what is paid for KL."""
+        assert batch.values_T is not None, "the critic scores before anything is finished"
+        mask_T, cu_seqlens, max_len = batch.loss_mask_T, batch.cu_seqlens, batch.max_seqlen
+        scores_T = self._sequences(batch).spread(batch.advantages_S)
+        penalties_T = self._penalties(batch)
+        advantages_T, returns_T = gae(
+            token_rewards(scores_T, penalties_T, mask_T=mask_T, cu_seqlens=cu_seqlens, max_len=max_len),
+            batch.values_T,
+            mask_T=mask_T,
+            cu_seqlens=cu_seqlens,
+            max_len=max_len,
+            gamma=self._cfg.algo.gamma,
+            lambd=self._cfg.critic.lambd,
+        )
+        return replace(batch, advantages_T=advantages_T, returns_T=returns_T)
+
+    def _penalties(self, batch: PackedBatch) -> Tensor | None:
+        """What each token pays for its KL to the reference."""
+        algo = self._cfg.algo
+        if algo.kl_coef == 0:
+            return None
+        assert batch.ref_logp_T is not None
+        return algo.kl_coef * token_kl(self._old_logp(batch, None), batch.ref_logp_T, kl_type=algo.kl_loss_type)
 
     def _with_weights(self, batches: list[PackedBatch], num_rollouts: int) -> list[PackedBatch]:
         """Importance weights, and loss weights that count only what is kept, over all ranks of one optimizer step."""
@@ -246,6 +298,22 @@ class Objective:
             "importance_clip_fraction": item.is_changed_T.sum(dtype=torch.float32),
             "importance_reject_fraction": (batch.loss_mask_T & ~item.keep_T).sum(dtype=torch.float32),
         }
+
+    def _pair_loss(self, batch: PackedBatch, logp_T: Tensor, entropy_T: Tensor) -> LossReport:
+        assert batch.ref_logp_T is not None
+        loss, sums = dpo.dpo_loss(
+            logp_T,
+            batch.ref_logp_T,
+            mask_T=batch.loss_mask_T,
+            weight_T=batch.loss_weight_T,
+            is_chosen_S=batch.advantages_S > 0,
+            sequences=self._sequences(batch),
+            beta=self._cfg.dpo.dpo_beta,
+            loss_type=self._cfg.dpo.dpo_loss_type,
+            label_smoothing=self._cfg.dpo.dpo_label_smoothing,
+            entropy_T=entropy_T,
+        )
+        return LossReport(loss=loss, sums=sums, maxima={})
 
     def _weights(self, batch: PackedBatch, old_logp_T: Tensor, sequences: Sequences) -> ImportanceWeights:
         assert batch.rollout_logp_T is not None

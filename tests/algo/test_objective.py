@@ -60,7 +60,6 @@ def run(cfg: RunConfig, *, dp: int, max_tokens: int, batch_size: int = 8) -> tup
     """(summed report, gradient of each token by sample and place) of one rollout on `dp` simulated ranks."""
     samples = make_samples()
     estimator = cfg.algo.advantage_estimator
-    assert estimator != "ppo"
     advantages = estimate_advantages(
         [s.reward for s in samples],
         [s.group_id for s in samples],
