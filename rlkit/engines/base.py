@@ -75,6 +75,6 @@ def engine_kind(cfg: RunConfig, device: str) -> Literal["sglang", "embedded"]:
 
 def engine_dtype(cfg: RunConfig, slot: EngineSlot) -> str:
     """`--dtype`, with `auto` resolved by the device: bfloat16 on CUDA, float32 on a CPU."""
-    if cfg.model.dtype != "auto":
-        return cfg.model.dtype
+    if cfg.dtype_name != "auto":
+        return cfg.dtype_name
     return "float32" if slot.device == "cpu" else "bfloat16"

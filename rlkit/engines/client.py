@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 import aiohttp
 import orjson
 
+from rlkit.engines.access import call_headers, current_token
 from rlkit.engines.wire import (
     generate_body,
     parse_generation,
@@ -209,7 +210,7 @@ class EngineClient:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=KEEP_ALIVE_S)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=call_headers())
         return self._session
 
     async def _send(self, method: str, endpoint: str, body: object) -> tuple[int, bytes]:
@@ -268,7 +269,8 @@ class RouterClient(EngineClient):
 
     async def add_worker(self, url: str) -> None:
         """Ask for registration; it happens in the background, see `wait_for_workers`."""
-        await self._call("POST", "/workers", {"url": url})
+        token = current_token()
+        await self._call("POST", "/workers", {"url": url} if token is None else {"url": url, "api_key": token})
 
     async def remove_worker(self, url: str) -> None:
         """Ask for removal; an unknown url is an EngineError."""
@@ -295,6 +297,7 @@ class RouterClient(EngineClient):
 
 
 JSON_HEADERS = {"Content-Type": "application/json"}
+"""The secret of the run comes on top, see `EngineClient._open`."""
 
 
 def _update_fields(version: int, flush_cache: bool) -> dict[str, Any]:

@@ -170,8 +170,9 @@ def make_updates(samples: Sequence[Sample], cfg: RunConfig, *, dp: int = 1) -> l
         cp=cfg.train.context_parallel_size,
         per_token_loss=cfg.algo.calculate_per_token_loss,
         constant_length=cfg.algo.loss_constant_length,
-        with_rollout_logprobs=not cfg.is_sft,
-        require_reward=not cfg.is_sft,
+        with_rollout_logprobs=not cfg.is_supervised,
+        require_reward=not cfg.is_supervised,
+        keep_groups=cfg.is_dpo,
     )
 
 

@@ -12,8 +12,9 @@ from rlkit.types.samples import Sample
 
 def scores_of(cfg: RunConfig, samples: Sequence[Sample]) -> list[float]:
     """The scalar of each sample that a rollout would give it."""
+    if cfg.is_dpo:
+        return [1.0 if sample.index == 0 else -1.0 for sample in samples]
     estimator = cfg.algo.advantage_estimator
-    assert estimator != "ppo"
     return estimate_advantages(
         [sample.reward for sample in samples],
         [sample.group_id for sample in samples],
@@ -37,7 +38,7 @@ def naive_loss(
         olds = [torch.tensor(sample.rollout_logprobs) for sample in samples]
     kept, weights = masks, [torch.ones_like(old) for old in olds]
     advantages = [torch.zeros_like(old) for old in olds]
-    if not cfg.is_sft:
+    if not cfg.is_supervised:
         advantages = naive_advantages(cfg, scores_of(cfg, samples), masks, olds, refs, teachers)
         pairs = [naive_importance(cfg, s, old, m) for s, old, m in zip(samples, olds, masks, strict=True)]
         weights, kept = [weight for weight, _ in pairs], [keep for _, keep in pairs]
@@ -51,7 +52,7 @@ def naive_loss(
         if not keep.any():
             continue
         token_loss = -logps[i]
-        if not cfg.is_sft:
+        if not cfg.is_supervised:
             token_loss = naive_policy_loss(cfg, logps[i], olds[i], advantages[i], masks[i]) * weights[i]
             token_loss = token_loss - cfg.algo.entropy_coef * entropies[i]
             token_loss = token_loss + cfg.algo.kl_loss_coef * naive_kl(cfg, logps[i], olds[i], refs[i])

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from rlkit.backends.fsdp.backend import FsdpBackend
 from rlkit.backends.fsdp.checkpoint import write
 from rlkit.backends.fsdp.export import export_hf
+from rlkit.config.schema import LoraConfig
 from rlkit.types.errors import CheckpointError
 
 
@@ -70,7 +71,7 @@ def test_an_async_save_holds_the_state_of_its_moment(
         assert may_write.wait(60.0)
         write(*args, **kwargs)
 
-    monkeypatch.setattr("rlkit.backends.fsdp.backend.write", held_back)
+    monkeypatch.setattr("rlkit.backends.fsdp.saving.write", held_back)
     cfg = make_config(checkpoints["qwen3"], async_save=True)
     first = start_backend(cfg)
     train_step(first, cfg, 0)
@@ -205,7 +206,7 @@ def test_large_models_are_exported_in_several_files(
     monkeypatch.setattr("rlkit.backends.fsdp.export.BUCKET_BYTES", 3000)
     backend = start_backend(make_config(checkpoints["qwen3-untied"]))
     parts = parts_of(backend)
-    export_hf(parts.policy, parts.mesh, parts.source, tmp_path / "hf", max_file_bytes=30_000)
+    export_hf(parts.policy, parts.mesh, parts.source, tmp_path / "hf", lora=LoraConfig(), max_file_bytes=30_000)
     files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert all((tmp_path / "hf" / name).stat().st_size < 40_000 for name in files)

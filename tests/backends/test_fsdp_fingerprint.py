@@ -74,7 +74,7 @@ def test_live_tensors_files_and_a_resumed_backend_agree(checkpoints: dict[str, P
     assert weights_digest(live) != weights_digest(before)
     assert set(all_weights(backend)) <= {name.removeprefix("model.") for name in live}
     backend.save(0, tmp_path / "saved", hf_directory=None)
-    assert file_fingerprints(tmp_path / "saved" / "dcp") == live
+    assert file_fingerprints(tmp_path / "saved") == live
 
     second = FsdpBackend()
     second.init(cfg, rank_info(), resume_from=tmp_path / "saved")

@@ -20,8 +20,9 @@ from fsdp_setup import (
 from torch import Tensor
 from transformers import AttentionInterface
 
-from rlkit.backends.fsdp.attention import PackedAttention, choose_attention, packed_layout, register_attention
-from rlkit.backends.fsdp.attention_op import NO_WINDOW, packed_attention
+from rlkit.backends.attention.op import NO_WINDOW, packed_attention
+from rlkit.backends.attention.packed import PackedAttention, choose_attention, packed_layout
+from rlkit.backends.fsdp.attention import register_attention
 from rlkit.backends.fsdp.backend import FsdpBackend
 from rlkit.backends.fsdp.compilation import num_compiled_graphs
 from rlkit.backends.fsdp.model import local_shard, named_shards

@@ -15,7 +15,7 @@ from fsdp_setup import (
 
 from rlkit.backends.fsdp.backend import FsdpBackend
 from rlkit.backends.fsdp.model import local_shard, named_shards
-from rlkit.backends.fsdp.sleep import HostSwap
+from rlkit.backends.sleep import HostSwap
 from rlkit.types.errors import TrainError
 
 

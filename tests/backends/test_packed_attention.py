@@ -9,13 +9,13 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from rlkit.algo.batching import pack
-from rlkit.backends.fsdp.attention import (
+from rlkit.backends.attention.packed import (
     PackedAttention,
     bucket_by_length,
     choose_attention,
     packed_layout,
-    register_attention,
 )
+from rlkit.backends.fsdp.attention import register_attention
 from rlkit.types.errors import ConfigError
 
 CASES = Path(__file__).parents[1] / "data" / "cases.jsonl"

@@ -101,10 +101,12 @@ class Run:
 
 @pytest.fixture
 def run_training(shared_ray, tiny_model, task, tmp_path) -> Callable[..., Run]:
-    """`run_training("--flag", value, ..., name="first")` runs `train.py`'s main in this process."""
+    """`run_training("--flag", value, ..., name="first")` runs `train.py`'s main, or another one, in this process."""
     import train
 
-    def run(*flags: object, name: str = "run") -> Run:
+    def run(
+        *flags: object, name: str = "run", main: Callable[[list[str]], None] = train.main, without: tuple[str, ...] = ()
+    ) -> Run:
         directory = tmp_path / name
         basics = {
             "--hf-checkpoint": tiny_model,
@@ -119,9 +121,9 @@ def run_training(shared_ray, tiny_model, task, tmp_path) -> Callable[..., Run]:
             "--lr": 3e-3,
             "--output-dir": directory,
         }
-        given = {str(flag) for flag in flags}
+        given = {str(flag) for flag in flags} | {*without}
         argv = [str(part) for flag, value in basics.items() if flag not in given for part in (flag, value)]
-        train.main([*argv, *map(str, flags)])
+        main([*argv, *map(str, flags)])
         metrics = directory / "metrics.jsonl"
         return Run(directory=directory, rows=[orjson.loads(line) for line in metrics.read_bytes().splitlines()])
 

@@ -22,9 +22,11 @@ ROOT = Path(__file__).parents[2]
 GONE_WITHIN_S = 15.0
 
 
-def start(tiny_model: Path, task: Path, run_dir: Path, num_steps: int, *layout: str) -> subprocess.Popen[bytes]:
+def start(
+    tiny_model: Path, task: Path, run_dir: Path, num_steps: int, *layout: str, program: str = "train.py"
+) -> subprocess.Popen[bytes]:
     argv = [
-        sys.executable, "train.py", "--hf-checkpoint", tiny_model, "--prompt-data", task / "train.jsonl",
+        sys.executable, program, "--hf-checkpoint", tiny_model, "--prompt-data", task / "train.jsonl",
         "--label-key", "label", "--custom-rm-path", f"{task / 'reward.py'}:share_of_digits",
         "--rollout-batch-size", 8, "--n-samples-per-prompt", 4, "--rollout-max-response-len", 12,
         "--num-rollout", num_steps, "--save-interval", 1, "--keep-checkpoints", 2, "--num-gpus-per-node", 4,
@@ -83,7 +85,7 @@ def command_of(process: psutil.Process) -> str:
 
 
 VICTIMS = {
-    "driver": lambda command: "train.py" in command,
+    "driver": lambda command: "train.py" in command or "train_async.py" in command,
     "rank": lambda command: "ray::TrainWorker" in command,
     "engine": lambda command: "rlkit.engines.embedded.server" in command and "guardian" not in command,
     "router": lambda command: "sglang::router" in command,  # the name that it gives its process

@@ -7,73 +7,57 @@ import os
 import resource
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
-from rlkit.backends.fsdp.attention import choose_attention
-from rlkit.backends.fsdp.checkpoint import BackgroundWrite, copy_state, load_checkpoint, tensors_to_save, write
+from rlkit.backends.fsdp.checkpoint import load_checkpoint, tensors_to_save
 from rlkit.backends.fsdp.compilation import is_compiled, keep_compiled_code
+from rlkit.backends.fsdp.critic import Critic
 from rlkit.backends.fsdp.export import export_hf
-from rlkit.backends.fsdp.fingerprint import live_sums
-from rlkit.backends.fsdp.loading import CheckpointReader
-from rlkit.backends.fsdp.memory import choose_blocks
-from rlkit.backends.fsdp.model import (
-    BlockPlan,
-    ScoringModel,
-    build_model,
-    load_hf_weights,
-    local_shard,
-    max_positions,
-    named_shards,
-    reshard,
+from rlkit.backends.fsdp.fingerprint import live_sums, state_sums
+from rlkit.backends.fsdp.frozen import (
+    FrozenModel,
+    build_scoring_model,
+    check_scoring,
+    compute_dtype,
+    frozen_models,
+    local_shards,
+    moving_reference,
+    refresh_reference,
+    score_frozen,
+    with_column,
 )
-from rlkit.backends.fsdp.optimizer import ShardOptimizer, decay_steps
-from rlkit.backends.fsdp.sleep import ALIGNMENT, Copied, HostSwap
+from rlkit.backends.fsdp.lora import lora_scaling
+from rlkit.backends.fsdp.model import ScoringModel, local_shard, max_positions, named_shards, saved_tensors
+from rlkit.backends.fsdp.optimizer import ShardOptimizer
+from rlkit.backends.fsdp.saving import StateSaver
 from rlkit.backends.fsdp.trainer import MicroBatch, Trainer, micro_batch
 from rlkit.backends.fsdp.weights import FsdpWeights
+from rlkit.backends.loading import CheckpointReader
+from rlkit.backends.schedules import Schedule
+from rlkit.backends.sleep import ALIGNMENT, Copied, HostSwap
 from rlkit.config.schema import RunConfig
-from rlkit.dist.collectives import max_over_shards
-from rlkit.dist.groups import RankMesh, cpu_mesh, init_process_group, new_cpu_group
+from rlkit.dist.collectives import max_over_ranks
+from rlkit.dist.groups import RankMesh, init_process_group
 from rlkit.observability.spans import SpanName, Spans
 from rlkit.types.batches import Update
-from rlkit.types.errors import ConfigError, TrainError
+from rlkit.types.errors import TrainError
+from rlkit.types.gaps import NO_GAPS, TokenGaps
 from rlkit.types.ranks import InitReport, MetricSet, RankInfo
 from rlkit.types.weights import WeightSource
 
 logger = logging.getLogger(__name__)
-
-NUM_CHECKED_TOKENS = 8
-MAX_SCORING_GAP = {torch.float32: 1e-3, torch.bfloat16: 0.3}
-"""Largest log-prob difference between our scoring and the architecture's own logits that rounding explains."""
 
 
 class BackendState(StrEnum):
     NEW = "new"
     AWAKE = "awake"
     ASLEEP = "asleep"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FrozenModel:
-    """A model that scores and is never trained: reference or teacher. On the GPU only while it scores."""
-
-    column: Literal["ref_logp_T", "teacher_logp_T"]
-    """Field of `PackedBatch` that it fills."""
-    model: ScoringModel
-    swap: HostSwap
-
-    def rest(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            self.swap.offload(_local_shards(self.model))
-            torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,17 +68,13 @@ class _Parts:
     mesh: RankMesh
     policy: ScoringModel
     frozen: list[FrozenModel]
+    critic: Critic | None
     optimizer: ShardOptimizer
     trainer: Trainer
     source: CheckpointReader
     weights: FsdpWeights
     swap: HostSwap
-    stage: HostSwap
-    """Where `--async-save` keeps its copy. A save that is waited for borrows the buffer of `swap`."""
-    host_mesh: DeviceMesh
-    """The ranks, for copies of shards in host memory."""
-    save_group: ProcessGroup | None
-    """Of the thread that writes with `--async-save`."""
+    saver: StateSaver
     spans: Spans
     max_positions: int | None
 
@@ -105,7 +85,6 @@ class FsdpBackend:
     def __init__(self) -> None:
         self._state = BackendState.NEW
         self._built: _Parts | None = None
-        self._write: BackgroundWrite | None = None
         self._moved: MetricSet = {}
 
     @property
@@ -116,32 +95,42 @@ class FsdpBackend:
         if self._state is not BackendState.NEW:
             raise TrainError(f"init called on a backend that is {self._state}; make a new one")
         start = time.perf_counter()
-        if rank.device == "cpu":
-            torch.set_num_threads(rank.num_threads)
+        if rank.device == "cpu" or cfg.fsdp.fsdp_cpu_offload:
+            # threads would cut tensors where the engine's do not
+            torch.set_num_threads(1 if cfg.train.true_on_policy_mode else rank.num_threads)
         torch.manual_seed(cfg.train.seed + rank.rank)
         timeout_s = 60.0 * cfg.train.distributed_timeout_minutes
-        mesh = init_process_group(rank, timeout_s=timeout_s)
+        mesh = init_process_group(rank, timeout_s=timeout_s, num_copies=cfg.fsdp.fsdp_replicate_size)
         if is_compiled(cfg.train.torch_compile, mesh.device):
             keep_compiled_code(os.environ)
-        dtype = compute_dtype(cfg.model.dtype, rank.device)
+        dtype = compute_dtype(cfg, rank.device)
         source = CheckpointReader(Path(cfg.model.hf_checkpoint))
-        policy = _build(cfg, source, mesh, dtype, trainable=True, load_weights=resume_from is None)
+        policy = build_scoring_model(cfg, source, mesh, dtype, trainable=True, load_weights=resume_from is None)
         optimizer = ShardOptimizer(policy, cfg.optimizer)
         meta = None
         if resume_from is not None:
             meta = load_checkpoint(
-                resume_from, policy, optimizer, mesh, with_optimizer=not cfg.checkpoint.no_load_optim
+                resume_from,
+                policy,
+                optimizer,
+                mesh,
+                with_optimizer=not cfg.checkpoint.no_load_optim,
+                lora=cfg.lora if cfg.uses_lora else None,
             )
-        _check_scoring(policy, mesh, dtype)
-        frozen = list(_frozen_models(cfg, mesh, dtype))
-        spans, swap, stage = Spans(), HostSwap(mesh.device), HostSwap(mesh.device)
+        check_scoring(policy, mesh, dtype)
+        frozen = list(frozen_models(cfg, mesh, dtype, policy=policy, resume_from=resume_from))
+        spans, swap, critic = Spans(), HostSwap(mesh.device), None
+        if cfg.needs_critic:
+            critic = Critic(cfg, mesh, dtype, spans, policy=policy, resume_from=resume_from, meta=meta)
+        saver = StateSaver(cfg, mesh, swap, timeout_s=timeout_s)
         if mesh.device.type == "cuda":
-            _reserve_host_memory(cfg, policy, swap, stage)
+            _reserve_host_memory(cfg, policy, swap, saver.stage)
         self._built = _Parts(
             cfg=cfg,
             mesh=mesh,
             policy=policy,
             frozen=frozen,
+            critic=critic,
             optimizer=optimizer,
             trainer=Trainer(
                 cfg,
@@ -149,21 +138,21 @@ class FsdpBackend:
                 optimizer=optimizer,
                 mesh=mesh,
                 spans=spans,
-                decay_steps=decay_steps(cfg),
-                optimizer_steps=meta.optimizer_steps if meta and not cfg.checkpoint.no_load_optim else 0,
+                schedule=Schedule.of(cfg),
+                resumed=meta if not cfg.checkpoint.no_load_optim else None,
             ),
             source=source,
-            weights=FsdpWeights(policy, mesh, dtype_of=dtype, read=swap.host_view),
+            weights=FsdpWeights(policy, mesh, dtype_of=dtype, read=swap.host_view, lora_scaling=lora_scaling(cfg.lora)),
             swap=swap,
-            stage=stage,
-            host_mesh=cpu_mesh(mesh),
-            save_group=new_cpu_group(timeout_s=timeout_s) if cfg.checkpoint.async_save else None,
+            saver=saver,
             spans=spans,
             max_positions=max_positions(policy.config),
         )
         self._state = BackendState.AWAKE
         return InitReport(
             num_params=sum(shard.numel() for _, shard in named_shards(policy)),
+            num_saved_params=sum(tensor.numel() for _, tensor in saved_tensors(policy)),
+            num_critic_params=critic.num_params if critic is not None else 0,
             resumed_step=meta.step if meta else None,
             memory_plan=policy.plan.sentence,
             seconds=time.perf_counter() - start,
@@ -191,61 +180,57 @@ class FsdpBackend:
                     [micro_batch(batch, parts.mesh).to(parts.mesh.device) for batch in update.micro_batches]
                     for update in useful
                 ]
-                prepared = self._with_frozen(parts, prepared)
+                prepared = score_frozen(parts.frozen, parts.trainer, prepared, parts.mesh.device)
                 prepared = self._with_old(parts, prepared)
-                prepared = parts.trainer.finish(prepared, num_rollouts=[update.num_rollouts for update in useful])
-                metrics |= parts.trainer.train(step, prepared, num_loss_tokens=num_loss_tokens)
+                num_rollouts = [update.num_rollouts for update in useful]
+                if parts.critic is None:
+                    prepared = parts.trainer.finish(prepared, num_rollouts=num_rollouts)
+                else:
+                    with parts.critic.awake():
+                        prepared = parts.critic.with_values(prepared)
+                        prepared = parts.trainer.finish(prepared, num_rollouts=num_rollouts)
+                        metrics |= parts.critic.train(step, prepared, num_loss_tokens=num_loss_tokens)
+                if parts.critic is None or step >= parts.cfg.critic.num_critic_only_steps:
+                    metrics |= parts.trainer.train(step, prepared, num_loss_tokens=num_loss_tokens)
+        interval = parts.cfg.model.ref_update_interval
+        if interval is not None and (step + 1) % interval == 0:
+            refresh_reference(parts.frozen, parts.policy, parts.mesh.device)
         moved, self._moved = self._moved, {}
         return metrics | moved | parts.spans.drain() | _peak_memory(parts.mesh)
 
+    def token_gaps(self) -> TokenGaps:
+        parts = self._parts("read differences", BackendState.AWAKE)
+        return NO_GAPS if parts.mesh.context_rank > 0 else parts.trainer.gaps.read()
+
     def save(self, step: int, directory: Path, *, hf_directory: Path | None) -> None:
         parts = self._parts("save", BackendState.AWAKE)
-        self.finish_save()
-        is_async = parts.cfg.checkpoint.async_save
-        copies = parts.stage if is_async else parts.swap
-        tensors = tensors_to_save(parts.policy, parts.optimizer)
-        if is_async or parts.mesh.device.type == "cuda":
-            copies.hold([*_local_shards(parts.policy), *parts.optimizer.state_tensors()])
-        state = copy_state(
-            tensors,
-            parts.mesh,
-            copies.host_view,
-            host_mesh=parts.host_mesh,
-            step=step,
-            optimizer_steps=parts.trainer.optimizer_steps,
-        )
-        if is_async:
-            self._write = BackgroundWrite(partial(write, directory, state, parts.mesh, group=parts.save_group))
-        else:
-            try:
-                write(directory, state, parts.mesh)
-            finally:
-                copies.release()
+        critic, meta = parts.critic, parts.trainer.meta(step)
+        if critic is not None:
+            meta = replace(meta, critic_optimizer_steps=critic.optimizer_steps)
+        with _beside(parts) as others:
+            parts.saver.save(directory, tensors_to_save(parts.policy, parts.optimizer) | others, meta)
+            if critic is not None:
+                critic.export(step)
         if hf_directory is not None:
-            export_hf(parts.policy, parts.mesh, parts.source, hf_directory)
+            export_hf(parts.policy, parts.mesh, parts.source, hf_directory, lora=parts.cfg.lora)
 
     def is_save_done(self) -> bool:
-        return self._write is None or self._write.is_done
+        return self._parts("ask for a save", BackendState.AWAKE, BackendState.ASLEEP).saver.is_done
 
     def finish_save(self) -> None:
-        if self._write is None:
-            return
-        parts = self._parts("finish a save", BackendState.AWAKE, BackendState.ASLEEP)
-        pending, self._write = self._write, None
-        try:
-            pending.wait()
-        finally:
-            parts.stage.release()
+        self._parts("finish a save", BackendState.AWAKE, BackendState.ASLEEP).saver.finish()
 
     def fingerprint(self) -> dict[str, int]:
         parts = self._parts("take fingerprints", BackendState.AWAKE)
-        return live_sums(parts.policy, parts.optimizer, parts.mesh)
+        with _beside(parts) as others:
+            return live_sums(parts.policy, parts.optimizer, parts.mesh) | state_sums(others, parts.mesh)
 
     def sleep(self) -> None:
         parts = self._parts("sleep", BackendState.AWAKE)
         parts.optimizer.zero_grad()
         if parts.mesh.device.type == "cuda":
-            copied = parts.swap.offload([*_local_shards(parts.policy), *parts.optimizer.state_tensors()])
+            own = [*local_shards(parts.policy), *parts.optimizer.state_tensors()]
+            copied = parts.swap.offload([tensor for tensor in own if tensor.is_cuda])  # none with --fsdp-cpu-offload
             _free_what_is_left()
             self._moved |= _move_metrics("sleep", copied)
             self._moved["sleep/gpu_reserved_bytes"] = float(torch.cuda.memory_reserved())
@@ -263,88 +248,28 @@ class FsdpBackend:
             raise TrainError(f"cannot {action}: the backend is {self._state}, it must be {' or '.join(states)}")
         return self._built
 
-    def _with_frozen(self, parts: _Parts, updates: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
-        for frozen in parts.frozen:
-            frozen.swap.restore()
-            updates = [_with(step, frozen.column, parts.trainer.score(frozen.model, step)) for step in updates]
-            frozen.rest(parts.mesh.device)
-        return updates
-
     def _with_old(self, parts: _Parts, updates: list[list[MicroBatch]]) -> list[list[MicroBatch]]:
         """Score the policy before it moves, where the objective has to know: `Objective.needs_old`."""
         needs_old = parts.trainer.objective.needs_old
         return [
-            _with(step, "old_logp_T", parts.trainer.score(parts.policy, step)) if needs_old(number) else step
+            with_column(step, "old_logp_T", parts.trainer.score(parts.policy, step)) if needs_old(number) else step
             for number, step in enumerate(updates)
         ]
 
 
-def compute_dtype(dtype: Literal["auto", "float32", "bfloat16"], device: Literal["cpu", "cuda"]) -> torch.dtype:
-    """What forward and backward compute in."""
-    if dtype == "auto":
-        return torch.bfloat16 if device == "cuda" else torch.float32
-    return torch.float32 if dtype == "float32" else torch.bfloat16
-
-
-def _frozen_models(cfg: RunConfig, mesh: RankMesh, dtype: torch.dtype) -> Iterator[FrozenModel]:
-    """Reference and teacher, as the objective needs them, at rest. Collective."""
-    wanted: list[tuple[Literal["ref_logp_T", "teacher_logp_T"], str]] = []
-    if cfg.needs_reference:
-        wanted.append(("ref_logp_T", cfg.model.ref_load or cfg.model.hf_checkpoint))
-    if cfg.needs_teacher:
-        assert cfg.distill.opd_teacher_load is not None
-        wanted.append(("teacher_logp_T", cfg.distill.opd_teacher_load))
-    for column, path in wanted:
-        model = _build(cfg, CheckpointReader(Path(path)), mesh, dtype, trainable=False, load_weights=True)
-        _check_scoring(model, mesh, dtype)
-        frozen = FrozenModel(column=column, model=model, swap=HostSwap(mesh.device))
-        frozen.rest(mesh.device)
-        yield frozen
-
-
-def _build(
-    cfg: RunConfig,
-    source: CheckpointReader,
-    mesh: RankMesh,
-    dtype: torch.dtype,
-    *,
-    trainable: bool,
-    load_weights: bool,
-) -> ScoringModel:
-    attention = choose_attention(cfg.model.attn_implementation, device=mesh.device, dtype=dtype)
-
-    def plan(model: ScoringModel) -> BlockPlan:
-        if not trainable:
-            return BlockPlan(is_compiled=is_compiled(cfg.train.torch_compile, mesh.device))
-        return choose_blocks(cfg, model, mesh, dtype)
-
-    model = build_model(
-        source.path,
-        cfg.model,
-        mesh,
-        attention=attention,
-        compute_dtype=dtype,
-        trainable=trainable,
-        plan=plan,
-    )
-    if load_weights:
-        load_hf_weights(model, source, mesh)
-    return model
-
-
-def _check_scoring(policy: ScoringModel, mesh: RankMesh, dtype: torch.dtype) -> None:
-    """Some architectures scale or cap their logits after the head. Scoring without that would train on wrong
-    log-probs in silence.
+@contextmanager
+def _beside(parts: _Parts) -> Iterator[dict[str, Tensor]]:
+    """What a checkpoint holds beside the policy, by name: the critic, and a reference that moves; on the device
+    meanwhile.
     """
-    count = min(NUM_CHECKED_TOKENS, policy.config.get_text_config().vocab_size)
-    with torch.no_grad():
-        gap = policy.check_scoring(torch.arange(count, device=mesh.device))
-    reshard(policy)
-    if not gap <= MAX_SCORING_GAP[dtype]:
-        raise ConfigError(
-            f"{type(policy.hf_model).__name__} changes its logits after the head: log-probs differ by {gap:.3g}; "
-            "the FSDP backend does not support this architecture"
-        )
+    with ExitStack() as stack:
+        others: dict[str, Tensor] = {}
+        if parts.critic is not None:
+            stack.enter_context(parts.critic.awake())
+            others |= parts.critic.tensors()
+        if parts.cfg.model.ref_update_interval is not None:
+            others |= stack.enter_context(moving_reference(parts.frozen, parts.mesh.device))
+        yield others
 
 
 def _check_lengths(updates: list[Update], limit: int | None) -> None:
@@ -356,25 +281,16 @@ def _check_lengths(updates: list[Update], limit: int | None) -> None:
         )
 
 
-def _with(micro_batches: list[MicroBatch], name: str, values: list[Tensor]) -> list[MicroBatch]:
-    return [
-        replace(micro, batch=replace(micro.batch, **{name: value}))
-        for micro, value in zip(micro_batches, values, strict=True)
-    ]
-
-
-def _local_shards(model: ScoringModel) -> Iterator[Tensor]:
-    for _, shard in named_shards(model):
-        yield local_shard(shard)
-
-
 def _reserve_host_memory(cfg: RunConfig, policy: ScoringModel, swap: HostSwap, stage: HostSwap) -> None:
-    """Begin to pin what sleeping and saving will fill: masters and two moments of their size."""
-    shards = list(_local_shards(policy))
-    room = 3 * sum(shard.nbytes for shard in shards) + 8 * ALIGNMENT * len(shards)
-    if cfg.cluster.colocate and cfg.starts_engines:
+    """Begin to pin what sleeping and saving will fill: masters, and two moments of the size of those that are
+    trained.
+    """
+    shards = [shard for _, shard in named_shards(policy)]
+    room = sum(local_shard(shard).nbytes * (3 if shard.requires_grad else 1) for shard in shards)
+    room += 8 * ALIGNMENT * len(shards)
+    if cfg.cluster.colocate and cfg.starts_engines and not cfg.fsdp.fsdp_cpu_offload:
         swap.reserve(room)
-    if cfg.checkpoint.async_save:
+    if cfg.checkpoint.async_save and not cfg.fsdp.fsdp_full_params:
         stage.reserve(room)
 
 
@@ -396,4 +312,4 @@ def _peak_memory(mesh: RankMesh) -> MetricSet:
         peak = torch.cuda.max_memory_allocated() / 1024**3
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
-    return {"memory/train_peak_gib": max_over_shards(torch.tensor([peak]), mesh).item()}
+    return {"memory/train_peak_gib": max_over_ranks(torch.tensor([peak]), mesh).item()}

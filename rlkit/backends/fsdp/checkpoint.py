@@ -1,8 +1,9 @@
 """Saves and loads what a run needs to continue as if it had never stopped. Called by `backend.py`.
 
-<directory>/dcp/            model, moments and step counts, in torch's format that any number of ranks can read
+<directory>/dcp/            model, moments and step counts, in torch's format that any number of ranks can read; or
+           /full_state.pt   the same in one file, with --fsdp-full-params (`stored.py`)
            /rng_rank<r>.pt  random state of each rank
-           /trainer.json    step, optimizer steps, ranks; written last
+           /trainer.json    step, optimizer steps, loss scale, ranks; written last
 
 A save has two halves. `copy_state` takes a copy in host memory, which is all that training has to wait for; `write`
 brings it to the disk, in the same thread or, with `--async-save`, in another.
@@ -17,19 +18,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from rlkit.backends.fsdp.model import ScoringModel, named_persistent_buffers, named_shards
+from rlkit.backends.fsdp.model import ScoringModel, first_local_row, saved_tensors
 from rlkit.backends.fsdp.optimizer import ShardOptimizer
-from rlkit.dist.collectives import barrier
+from rlkit.backends.fsdp.stored import FULL, SHARDS, full_state, is_full, nested, stored_shapes
+from rlkit.backends.sharded_files import ShardedFiles
+from rlkit.config.schema import LoraConfig
+from rlkit.dist.collectives import barrier, gather_rows
 from rlkit.dist.groups import RankMesh
 from rlkit.types.errors import CheckpointError
 
@@ -37,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 META = "trainer.json"
-STATE = "dcp"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +51,12 @@ class TrainerMeta:
     optimizer_steps: int
     """Optimizer steps taken until then: the state of the schedule."""
     world_size: int
+    critic_optimizer_steps: int = 0
+    """The same of PPO's critic, which may have begun earlier."""
+    loss_scale: Mapping[str, float] | None = None
+    """`LossScale.state()`; None in checkpoints of before float16."""
+    lora: Mapping[str, Any] | None = None
+    """The `LoraConfig` of the adapters that are all that was saved of the model; None where the model itself was."""
     format: int = FORMAT
 
 
@@ -55,13 +65,14 @@ class StateCopy:
     """What one rank saves, as it was when it was copied."""
 
     tensors: Mapping[str, Tensor]
-    """Shards as DTensors, the rest whole; on the CPU."""
+    """Shards as DTensors, the rest whole. With `is_full` whole tensors on rank 0, nothing on the others."""
+    is_full: bool
     rng: Mapping[str, Tensor]
     meta: TrainerMeta
 
 
-def tensors_to_save(model: ScoringModel, optimizer: ShardOptimizer) -> dict[str, Tensor]:
-    return {**_model_state(model), **optimizer.sharded_state()}
+def tensors_to_save(model: ScoringModel, optimizer: ShardOptimizer | None) -> dict[str, Tensor]:
+    return {**_model_state(model), **(optimizer.sharded_state() if optimizer is not None else {})}
 
 
 def copy_state(
@@ -70,30 +81,42 @@ def copy_state(
     read: Callable[[Tensor], Tensor],
     *,
     host_mesh: DeviceMesh,
-    step: int,
-    optimizer_steps: int,
+    meta: TrainerMeta,
+    is_full: bool,
+    to_host: bool,
 ) -> StateCopy:
     """`read` gives the host copy of a plain tensor (`HostSwap.hold` made it), or the tensor itself. `host_mesh` is
-    `cpu_mesh`'s.
+    `cpu_mesh`'s. With `is_full` shards are gathered, which makes it collective, to rank 0's host memory (`to_host`) or
+    device.
     """
-    return StateCopy(
-        tensors={name: _on_host(tensor, host_mesh, read) for name, tensor in tensors.items()},
-        rng=_rng_state(mesh.device),
-        meta=TrainerMeta(step=step, optimizer_steps=optimizer_steps, world_size=mesh.shard_size),
-    )
+    copied = {name: _laid_out(tensor, host_mesh, read) for name, tensor in tensors.items()}
+    if is_full:
+        copied = _gathered(copied, mesh, to_host=to_host)
+    return StateCopy(tensors=copied, is_full=is_full, rng=_rng_state(mesh.device), meta=meta)
 
 
-def _on_host(tensor: Tensor, host_mesh: DeviceMesh, read: Callable[[Tensor], Tensor]) -> Tensor:
+def _laid_out(tensor: Tensor, host_mesh: DeviceMesh, read: Callable[[Tensor], Tensor]) -> Tensor:
     if not isinstance(tensor, DTensor):
-        return read(tensor)
+        return read(tensor.detach())
+    local = read(tensor.to_local().detach())
     return DTensor.from_local(
-        read(tensor.to_local().detach()),
-        host_mesh,
+        local,
+        host_mesh if local.is_cpu else tensor.device_mesh,
         tensor.placements,
         run_check=False,
         shape=tensor.shape,
         stride=tensor.stride(),
     )
+
+
+def _gathered(tensors: Mapping[str, Tensor], mesh: RankMesh, *, to_host: bool) -> dict[str, Tensor]:
+    """Whole tensors on rank 0, one at a time, each in memory of its own."""
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        full = gather_rows(tensor.to_local(), tensor.shape[0], mesh) if isinstance(tensor, DTensor) else tensor
+        if mesh.is_main:
+            whole[name] = full.to("cpu", copy=True) if to_host else full.clone()
+    return whole
 
 
 def write(directory: Path, state: StateCopy, mesh: RankMesh, *, group: ProcessGroup | None = None) -> None:
@@ -102,12 +125,16 @@ def write(directory: Path, state: StateCopy, mesh: RankMesh, *, group: ProcessGr
     With a group of its own (gloo) it may run beside training.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    # the files are synced below, all at once: one after the other, each would wait for the disk alone
-    writer = FileSystemWriter(directory / STATE, sync_files=False, thread_count=num_writers(mesh))
     with _without_checksums():
-        save(dict(state.tensors), storage_writer=writer, process_group=group)
+        if not state.is_full:
+            # the files are synced below, all at once: one after the other, each would wait for the disk alone
+            writer = FileSystemWriter(directory / SHARDS, sync_files=False, thread_count=num_writers(mesh))
+            save(dict(state.tensors), storage_writer=writer, process_group=group)
+        elif mesh.is_main:
+            torch.save(nested(state.tensors), directory / FULL)
     torch.save(dict(state.rng), _rng_path(directory, mesh.rank))
-    sync_files(directory / STATE)
+    if not state.is_full:
+        sync_files(directory / SHARDS)
     barrier(group)
     if mesh.is_main:
         path = directory / META
@@ -119,7 +146,7 @@ def write(directory: Path, state: StateCopy, mesh: RankMesh, *, group: ProcessGr
 def num_writers(mesh: RankMesh) -> int:
     """Threads, and so files, of each rank; the ranks of a node share its cores."""
     cores = os.cpu_count() or 1
-    return max(1, min(8, cores // min(mesh.shard_size, 8)))
+    return max(1, min(8, cores // min(mesh.world_size, 8)))
 
 
 def sync_files(directory: Path) -> None:
@@ -174,42 +201,68 @@ class BackgroundWrite:
 
 
 def load_checkpoint(
-    directory: Path, model: ScoringModel, optimizer: ShardOptimizer, mesh: RankMesh, *, with_optimizer: bool
+    directory: Path,
+    model: ScoringModel,
+    optimizer: ShardOptimizer,
+    mesh: RankMesh,
+    *,
+    with_optimizer: bool,
+    lora: LoraConfig | None = None,
 ) -> TrainerMeta:
     """Fill model and (with `with_optimizer`) optimizer and random state in place. Collective.
 
     The number of ranks may differ from the one that saved; only the random state is then left as it is, with a warning.
     """
-    meta = _read_meta(directory)
-    state: dict[str, Tensor] = dict(_model_state(model))
-    if with_optimizer:
-        state |= optimizer.sharded_state()
-    _check_shapes(directory, state)
-    load(state, checkpoint_id=directory / STATE)
+    meta = read_meta(directory)
+    if lora is not None and meta.lora is not None and lora.lora_alpha != meta.lora["lora_alpha"]:
+        raise CheckpointError(
+            f"{directory} was trained with --lora-alpha {meta.lora['lora_alpha']:g}, this run has {lora.lora_alpha:g}, "
+            "which would make another model of the same adapters; pass the old value"
+        )
+    load_tensors(directory, tensors_to_save(model, optimizer if with_optimizer else None), mesh)
     if with_optimizer:
         _restore_rng(directory, meta, mesh)
     return meta
 
 
+def load_tensors(directory: Path, state: dict[str, Tensor], mesh: RankMesh) -> None:
+    """Fill the tensors in place with what the checkpoint holds under their names. Collective."""
+    _check_shapes(directory, state)
+    if is_full(directory):
+        _take_rows(full_state(directory), state, mesh)
+    else:
+        load(state, storage_reader=ShardedFiles(directory / SHARDS))
+
+
 def _model_state(model: ScoringModel) -> Mapping[str, Tensor]:
     """The very tensors of the model, detached: loading fills them in place."""
-    entries = [*named_shards(model), *named_persistent_buffers(model)]
-    return {f"model.{name}": tensor.detach() for name, tensor in entries}
+    return {f"model.{name}": tensor.detach() for name, tensor in saved_tensors(model)}
+
+
+def _take_rows(whole: Mapping[str, Tensor], state: Mapping[str, Tensor], mesh: RankMesh) -> None:
+    for name, tensor in state.items():
+        if isinstance(tensor, DTensor):
+            local, first = tensor.to_local(), first_local_row(tensor, mesh)
+            local.copy_(whole[name][first : first + local.shape[0]])
+        else:
+            tensor.copy_(whole[name])
 
 
 def _check_shapes(directory: Path, state: Mapping[str, Tensor]) -> None:
-    stored = FileSystemReader(directory / STATE).read_metadata().state_dict_metadata
+    stored = stored_shapes(directory)
     for name, tensor in state.items():
-        size = getattr(stored.get(name), "size", None)  # metadata of non-tensors has none
-        if size is None or tuple(size) != tuple(tensor.shape):
-            found = "no such tensor" if size is None else f"shape {tuple(size)}"
+        size = stored.get(name)
+        if size != tuple(tensor.shape):
+            found = "no such tensor" if size is None else f"shape {size}"
             raise CheckpointError(
                 f"{directory} does not fit this run: {name} has shape {tuple(tensor.shape)} here, "
-                f"and the checkpoint has {found}. Continue with the --hf-checkpoint that it was trained from"
+                f"and the checkpoint has {found}. Continue with the --hf-checkpoint that it was trained from and the "
+                "same trained parameters (--lora-..., --freeze-params-name-list, --only-train-params-name-list)"
             )
 
 
-def _read_meta(directory: Path) -> TrainerMeta:
+def read_meta(directory: Path) -> TrainerMeta:
+    """What the checkpoint says of the trainer; CheckpointError where it is not complete, or of another format."""
     path = directory / META
     if not path.is_file():
         raise CheckpointError(f"{directory} holds no complete trainer checkpoint: {META} is missing")
@@ -231,9 +284,9 @@ def _rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def _restore_rng(directory: Path, meta: TrainerMeta, mesh: RankMesh) -> None:
-    if meta.world_size != mesh.shard_size:
+    if meta.world_size != mesh.world_size:
         logger.warning(
-            f"{directory} was saved by {meta.world_size} ranks and is continued by {mesh.shard_size}: "
+            f"{directory} was saved by {meta.world_size} ranks and is continued by {mesh.world_size}: "
             "random state starts from --seed"
         )
         return

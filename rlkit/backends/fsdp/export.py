@@ -1,28 +1,31 @@
 """Writes the policy as an ordinary Hugging Face checkpoint. Called by `backend.py` at a save.
 
-Tensors keep names and dtypes of the checkpoint that the run started from; a tied head is left out, as transformers
-does; configuration, tokenizer and generation files are copied as they are.
+Tensors keep names and dtypes of the checkpoint that the run started from, but fp8 becomes bfloat16; a tied head is left
+out, as transformers does; configuration, tokenizer and generation files are copied as they are. Adapters are merged,
+and also written by themselves into `adapter/`, as peft writes them.
 """
 
-import json
-import shutil
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from rlkit.backends.fsdp.loading import INDEX, SINGLE, CheckpointReader
-from rlkit.backends.fsdp.model import ScoringModel, named_persistent_buffers, named_shards
+from rlkit.backends.fsdp.lora import adapter_files, is_adapter, lora_scaling
+from rlkit.backends.fsdp.model import (
+    ScoringModel,
+    base_shards,
+    local_shard,
+    named_persistent_buffers,
+    named_shards,
+)
 from rlkit.backends.fsdp.weights import FsdpWeights
-from rlkit.dist.collectives import barrier
+from rlkit.backends.hf_writer import MAX_FILE_BYTES, HfWriter, copy_companions
+from rlkit.backends.loading import CheckpointReader
+from rlkit.config.schema import LoraConfig
+from rlkit.dist.collectives import barrier, gather_rows
 from rlkit.dist.groups import RankMesh
 from rlkit.types.errors import CheckpointError
-from rlkit.types.weights import WeightSpec
 
-MAX_FILE_BYTES = 5 * 1024**3
 BUCKET_BYTES = 1024**3
-WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"))
 
 
 def export_hf(
@@ -31,6 +34,7 @@ def export_hf(
     source: CheckpointReader,
     directory: Path,
     *,
+    lora: LoraConfig,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write `directory`. Collective; rank 0 writes, holding at most one file's tensors. Returns when the files are
@@ -40,70 +44,20 @@ def export_hf(
     """
     if directory.resolve() == source.path.resolve():
         raise CheckpointError(f"refusing to export over {directory}: the run started from it; choose another folder")
-    dtypes = {name: source.dtype(name) for name, _ in [*named_shards(model), *named_persistent_buffers(model)]}
-    weights = FsdpWeights(model, mesh, dtype_of=dtypes)
-    writer = _FileWriter(directory, weights.specs(), max_file_bytes) if mesh.is_main else None
+    dtypes = {name: source.dtype(name) for name, _ in [*base_shards(model), *named_persistent_buffers(model)]}
+    weights = FsdpWeights(model, mesh, dtype_of=dtypes, lora_scaling=lora_scaling(lora))
+    writer = HfWriter(directory, weights.specs(), max_file_bytes) if mesh.is_main else None
     for bucket in weights.buckets(BUCKET_BYTES):
         if writer is not None:
             for name, tensor in bucket.tensors():
                 writer.add(name, tensor)
+    factors: dict[str, Tensor] = {}
+    for name, shard in named_shards(model):
+        if is_adapter(name):
+            factors[name] = gather_rows(local_shard(shard), shard.shape[0], mesh).cpu()
     if writer is not None:
         writer.finish()
-        _copy_companions(source.path, directory)
+        if factors:
+            adapter_files(directory / "adapter", factors, lora, source.path)
+        copy_companions(source.path, directory)
     barrier()
-
-
-class _FileWriter:
-    """Collects tensors in the order of `specs` and writes a file whenever the next one would be too large."""
-
-    def __init__(self, directory: Path, specs: list[WeightSpec], max_file_bytes: int) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        # written last: until then the folder, which may hold an older export, is no checkpoint
-        (directory / "config.json").unlink(missing_ok=True)
-        self._directory = directory
-        self._file_of = _plan_files(specs, max_file_bytes)
-        self._total_bytes = sum(spec.num_bytes for spec in specs)
-        self._pending: dict[str, Tensor] = {}
-        self._current: str | None = None
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        if self._current is not None and self._file_of[name] != self._current:
-            self._flush()
-        self._current = self._file_of[name]
-        # a copy in any case: the bucket's memory is used again
-        self._pending[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-
-    def finish(self) -> None:
-        self._flush()
-        if len(set(self._file_of.values())) > 1:
-            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": self._file_of}
-            (self._directory / INDEX).write_text(json.dumps(index, indent=2))
-
-    def _flush(self) -> None:
-        assert self._current is not None
-        path = self._directory / self._current
-        save_file(self._pending, path, metadata={"format": "pt"})
-        path.chmod(0o644)  # safetensors makes files that only their owner may read
-        self._pending = {}
-
-
-def _plan_files(specs: list[WeightSpec], max_file_bytes: int) -> dict[str, str]:
-    """Tensor name -> file name, in transformers' naming."""
-    number_of: dict[str, int] = {}
-    number, used = 0, 0
-    for spec in specs:
-        if used and used + spec.num_bytes > max_file_bytes:
-            number, used = number + 1, 0
-        number_of[spec.name] = number
-        used += spec.num_bytes
-    if number == 0:
-        return dict.fromkeys(number_of, SINGLE)
-    return {name: f"model-{n + 1:05d}-of-{number + 1:05d}.safetensors" for name, n in number_of.items()}
-
-
-def _copy_companions(source: Path, directory: Path) -> None:
-    """Every file beside the weights: configuration, tokenizer, generation settings, chat template, remote code."""
-    files = [path for path in sorted(source.iterdir()) if path.is_file() and not path.name.startswith(".")]
-    for path in sorted(files, key=lambda path: path.name == "config.json"):
-        if path.suffix not in WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, directory / path.name)

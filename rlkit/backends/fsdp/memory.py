@@ -4,23 +4,19 @@ kept. Called by `backend.py`; the estimates are in `algo/memory_plan.py`.
 
 import torch
 
-from rlkit.algo.logprobs import auto_chunk_size
-from rlkit.algo.memory_plan import GIB, TrainerMemory, model_shape, plan_checkpointing, trainer_memory
+from rlkit.algo.memory_plan import TrainerMemory, auto_chunk_size, model_shape, plan_checkpointing, trainer_memory
+from rlkit.algo.phase_memory import ASLEEP_BYTES, FREE_SHARE, longest_pack
 from rlkit.backends.fsdp.compilation import is_compiled
 from rlkit.backends.fsdp.model import BlockPlan, ScoringModel, blocks_of
 from rlkit.config.schema import RunConfig
 from rlkit.dist.groups import RankMesh
 
-ASLEEP_BYTES = 4 * GIB
-"""What a sleeping engine leaves on the GPU that it shares."""
 
-FREE_SHARE = 0.95
-"""Of the GPU's memory; the rest is lost between the allocator's blocks."""
-
-
-def choose_blocks(cfg: RunConfig, model: ScoringModel, mesh: RankMesh, dtype: torch.dtype) -> BlockPlan:
-    """The plan of the policy, a model on the meta device. `--gradient-checkpointing` and its `--no-` form win over the
-    estimate.
+def choose_blocks(
+    cfg: RunConfig, model: ScoringModel, mesh: RankMesh, dtype: torch.dtype, *, num_resident_bytes: int = 0
+) -> BlockPlan:
+    """The plan of a model that is trained, on the meta device. `--gradient-checkpointing` and its `--no-` form win over
+    the estimate. `num_resident_bytes`: what lies on the GPU beside it.
     """
     compiled = is_compiled(cfg.train.torch_compile, mesh.device)
     num_layers = len(blocks_of(model))
@@ -44,7 +40,7 @@ def choose_blocks(cfg: RunConfig, model: ScoringModel, mesh: RankMesh, dtype: to
     shape = model_shape(model.config.get_text_config().to_dict(), num_params)
     if shape is None:
         return chosen(num_layers, alone, "this architecture's memory is not known; --no-gradient-checkpointing")
-    num_tokens = longest_pack(cfg, mesh.context_size)
+    num_tokens = longest_pack(cfg)
 
     def memory(keeps_weights: bool) -> TrainerMemory:
         return trainer_memory(
@@ -55,22 +51,16 @@ def choose_blocks(cfg: RunConfig, model: ScoringModel, mesh: RankMesh, dtype: to
             is_compiled=compiled,
             keeps_weights=keeps_weights,
             compute_bytes=dtype.itemsize,
+            num_trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+            is_offloaded=cfg.fsdp.fsdp_cpu_offload,
         )
 
     total = torch.cuda.get_device_properties(mesh.device).total_memory
     shared = ASLEEP_BYTES if cfg.cluster.colocate and cfg.starts_engines else 0
-    room = int(FREE_SHARE * total) - shared
+    room = int(FREE_SHARE * total) - shared - num_resident_bytes
     keeps_weights = alone and memory(True).peak(num_layers) <= room
     plan = plan_checkpointing(memory(keeps_weights), room, num_tokens)
     return chosen(plan.num_blocks, keeps_weights, plan.reason)
-
-
-def longest_pack(cfg: RunConfig, context_size: int) -> int:
-    """Most tokens of a micro-batch on one rank: a sample longer than `--max-tokens-per-gpu` runs alone."""
-    sample = cfg.rollout.rollout_max_context_len
-    if sample is None:
-        sample = (cfg.data.rollout_max_prompt_len or 0) + cfg.rollout.rollout_max_response_len
-    return max(cfg.train.max_tokens_per_gpu, -(-sample // context_size))
 
 
 def chunk_size(cfg: RunConfig, vocab_size: int, device: torch.device) -> int:

@@ -16,16 +16,27 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rlkit.algo.batch_invariant import TILE
 from rlkit.algo.logprobs import chunked_log_probs
-from rlkit.backends.fsdp.attention import PackedAttention, PackedLayout, packed_layout, register_attention
+from rlkit.backends.attention.packed import PackedAttention, PackedLayout, packed_layout
+from rlkit.backends.fsdp.attention import register_attention
 from rlkit.backends.fsdp.compilation import compile_blocks
-from rlkit.backends.fsdp.loading import CheckpointReader
-from rlkit.config.schema import ModelConfig
+from rlkit.backends.fsdp.lora import initial_factor, is_adapter, plain_name
+from rlkit.backends.loading import CheckpointReader
+from rlkit.backends.trained_parameters import trained_names
+from rlkit.config.schema import ModelConfig, OptimizerConfig
 from rlkit.dist.context import merge_scores
 from rlkit.dist.groups import RankMesh
 from rlkit.types.errors import ConfigError
@@ -55,6 +66,8 @@ class ScoringModel(nn.Module):
         super().__init__()
         self.hf_model = hf_model
         self.plan = BlockPlan()
+        self.is_batch_invariant = False
+        """Log-probs are computed in tiles of one shape, as the layers then are."""
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -76,19 +89,17 @@ class ScoringModel(nn.Module):
         it. With it, every rank of the row gets all of the row's values.
         """
         context = layout.context
-        if context is None:
-            hidden_TD = self._hidden(tokens_T, positions_T, layout)
-        else:  # only this rank's tokens pass through the model
-            hidden_TD = self._hidden(tokens_T[context.positions], positions_T[context.positions], layout)
+        hidden_TD = self._own_hidden(tokens_T, positions_T, layout)
         head = self._head()
         logp_N, entropy_N = chunked_log_probs(
-            _DistinctRows.apply(hidden_TD, predictors_N),
+            distinct_rows(hidden_TD, predictors_N),
             head.weight,
             tokens_T[scored_N],
             temperature=temperature,
             chunk_size=chunk_size,
             bias_V=head.bias,
             compiled=self.plan.is_compiled,
+            tile=TILE if self.is_batch_invariant else None,
         )
         zeros_T = torch.zeros_like(tokens_T, dtype=torch.float32)
         logp_T, entropy_T = zeros_T.index_copy(0, scored_N, logp_N), zeros_T.index_copy(0, scored_N, entropy_N)
@@ -112,6 +123,13 @@ class ScoringModel(nn.Module):
         )
         return (ours_N - theirs_N).abs().max().item()
 
+    def _own_hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: PackedLayout) -> Tensor:
+        """Hidden states of the row's tokens, under context parallelism of this rank's alone."""
+        if layout.context is None:
+            return self._hidden(tokens_T, positions_T, layout)
+        own = layout.context.positions
+        return self._hidden(tokens_T[own], positions_T[own], layout)
+
     def _hidden(self, tokens_T: Tensor, positions_T: Tensor, layout: PackedLayout) -> Tensor:
         outputs = self.hf_model.base_model(
             input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, packed_layout=layout
@@ -130,13 +148,17 @@ def build_model(
     attention: PackedAttention,
     compute_dtype: torch.dtype,
     trainable: bool,
+    kind: type[ScoringModel] = ScoringModel,
+    adapt: Callable[[ScoringModel], None] = lambda model: None,
     plan: Callable[[ScoringModel], BlockPlan] = lambda model: BlockPlan(),
+    offload: bool = False,
 ) -> ScoringModel:
     """A sharded model with uninitialised parameters, from `path/config.json`. Fill it with `load_hf_weights` or a
     checkpoint.
 
-    `plan` sees the model on the meta device. Masters are float32 when `trainable`, else of `compute_dtype`.
-    Collective over all ranks (sharding makes no communication yet).
+    `adapt`, which may freeze parameters or add some, and then `plan` see the model on the meta device. Masters are
+    float32 when `trainable`, else of `compute_dtype`; with `offload` they stay in host memory. Collective over all
+    ranks (sharding makes no communication yet).
     """
     register_attention()
     config = AutoConfig.from_pretrained(path, trust_remote_code=cfg.trust_remote_code)
@@ -149,22 +171,32 @@ def build_model(
             trust_remote_code=cfg.trust_remote_code,
         )
     hf_model.tie_weights()
-    model = ScoringModel(hf_model)
+    model = kind(hf_model)
+    # train mode is what switches gradient checkpointing on; beside that it changes the dropout of adapters alone
+    model.requires_grad_(trainable)
+    adapt(model)
+    model.train(trainable)
     model.plan = plan(model)
     _run_blocks_as_planned(model)
-    # train mode is what switches gradient checkpointing on; with dropout off it changes nothing else
-    model.train(trainable).requires_grad_(trainable)
     buffers = _computed_buffers(hf_model)
-    _shard(model, mesh, compute_dtype)
-    model.to_empty(device=mesh.device)
+    _shard(model, mesh, compute_dtype, offload=offload)
+    model.to_empty(device="cpu" if offload else mesh.device)
+    if offload:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(mesh.device)
     for name, value in buffers.items():
         hf_model.get_buffer(name).copy_(value)
     return model
 
 
-class _DistinctRows(torch.autograd.Function):
+def distinct_rows(rows: Tensor, index: Tensor) -> Tensor:
     """rows[index] for an index without repetitions, where backward writes rows instead of adding them up in order."""
+    picked: Tensor = _DistinctRows.apply(rows, index)
+    return picked
 
+
+class _DistinctRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
@@ -207,14 +239,16 @@ def _switch_off_dropout(config: PreTrainedConfig) -> None:
             setattr(config, name, 0.0)
 
 
-def _shard(model: ScoringModel, mesh: RankMesh, compute_dtype: torch.dtype) -> None:
+def _shard(model: ScoringModel, mesh: RankMesh, compute_dtype: torch.dtype, *, offload: bool) -> None:
     """`fully_shard` on every block, then on the root, whose group keeps embedding, last norm and head together."""
     # Nothing needs casting on its way in: the embedding's output has the compute dtype. Asking FSDP2 to look would make
     # it walk through every argument of every block, the layout with its hundreds of lengths among them.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    home = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh.layout, "mp_policy": policy, "offload_policy": home}
     for block in blocks_of(model):
-        fully_shard(block, mesh=mesh.shards, mp_policy=policy, reshard_after_forward=not model.plan.keeps_weights)
-    fully_shard(model, mesh=mesh.shards, mp_policy=policy)
+        fully_shard(block, reshard_after_forward=not model.plan.keeps_weights, **options)
+    fully_shard(model, **options)
     register_fsdp_forward_method(model, "check_scoring")
 
 
@@ -258,10 +292,23 @@ def reshard(model: ScoringModel) -> None:
 
 
 def named_shards(model: ScoringModel) -> Iterator[tuple[str, DTensor]]:
-    """(Hugging Face name, sharded parameter); a tied matrix appears once."""
+    """(Hugging Face name, sharded parameter); a tied matrix appears once. Adapters among them."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
-        yield name.removeprefix(PREFIX), parameter
+        yield plain_name(name.removeprefix(PREFIX)), parameter
+
+
+def base_shards(model: ScoringModel) -> Iterator[tuple[str, DTensor]]:
+    """The same without adapters: what a Hugging Face checkpoint holds."""
+    return ((name, shard) for name, shard in named_shards(model) if not is_adapter(name))
+
+
+def saved_tensors(model: ScoringModel) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, tensor) of the model's part of a checkpoint: adapters where there are any, because their base
+    never changes, else all parameters and buffers.
+    """
+    adapters = [(name, shard) for name, shard in named_shards(model) if is_adapter(name)]
+    yield from adapters or [*named_shards(model), *named_persistent_buffers(model)]
 
 
 def local_shard(parameter: DTensor) -> Tensor:
@@ -278,18 +325,36 @@ def named_persistent_buffers(model: ScoringModel) -> Iterator[tuple[str, Tensor]
 
 
 def load_hf_weights(model: ScoringModel, reader: CheckpointReader, mesh: RankMesh) -> None:
-    """Fill parameters and persistent buffers from a Hugging Face checkpoint; every rank reads its own rows only."""
-    names = [name for name, _ in named_shards(model)]
+    """Fill parameters and persistent buffers from a Hugging Face checkpoint, all but adapters; every rank reads its own
+    rows only.
+    """
+    names = [name for name, _ in base_shards(model)]
     buffers = list(named_persistent_buffers(model))
     ignorable = getattr(model.hf_model, "all_tied_weights_keys", {})
     reader.check_names([*names, *(name for name, _ in buffers)], tied=set(ignorable))
     with torch.no_grad():
-        for name, parameter in named_shards(model):
+        for name, parameter in base_shards(model):
             local = local_shard(parameter)
             first_row = first_local_row(parameter, mesh)
             local.copy_(reader.read_rows(name, tuple(parameter.shape), first_row, local.shape[0]))
         for name, buffer in buffers:
             buffer.copy_(reader.read_rows(name, tuple(buffer.shape), 0, buffer.shape[0] if buffer.dim() else 1))
+
+
+def freeze(model: ScoringModel, cfg: OptimizerConfig) -> None:
+    """Take gradients from the parameters that are not to be trained; before `fully_shard`."""
+    parameters = {name.removeprefix(PREFIX): parameter for name, parameter in model.named_parameters()}
+    trained = trained_names(list(parameters), cfg)
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in trained)
+
+
+def initialize_adapters(model: ScoringModel, mesh: RankMesh, seed: int) -> None:
+    """First values of the adapters, the same for any number of ranks."""
+    for name, parameter in named_shards(model):
+        if is_adapter(name):
+            local, first = local_shard(parameter), first_local_row(parameter, mesh)
+            local.copy_(initial_factor(name, parameter.shape, seed)[first : first + local.shape[0]])
 
 
 def first_local_row(parameter: DTensor, mesh: RankMesh) -> int:

@@ -1,28 +1,27 @@
-"""AdamW on float32 master shards, its learning-rate schedule, and the norm of the whole gradient. Called by
-`trainer.py`.
-"""
+"""AdamW on float32 master shards, and the norm of the whole gradient. Called by `trainer.py`."""
 
-import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rlkit.backends.fsdp.model import ScoringModel, local_shard, named_shards
-from rlkit.config.schema import OptimizerConfig, RunConfig
-from rlkit.types.errors import ConfigError
+from rlkit.config.schema import OptimizerConfig
+from rlkit.dist.groups import cpu_mesh
 
 
 class ShardOptimizer:
-    """AdamW over this rank's shards as plain tensors.
+    """AdamW over this rank's shards of the parameters that are trained, as plain tensors.
 
     The tensors share memory with the DTensors of the model. Stepping DTensors themselves costs a dispatch per parameter
     and operation, which for a small model on a CPU is more than the arithmetic.
     """
 
     def __init__(self, model: ScoringModel, cfg: OptimizerConfig) -> None:
-        self._shards = dict(named_shards(model))
+        self._shards = {name: shard for name, shard in named_shards(model) if shard.requires_grad}
+        self._host_mesh: DeviceMesh | None = None
         self._locals = {name: nn.Parameter(local_shard(shard)) for name, shard in self._shards.items()}
         decayed = [self._locals[name] for name, shard in self._shards.items() if shard.dim() >= 2]
         others = [self._locals[name] for name, shard in self._shards.items() if shard.dim() < 2]
@@ -56,6 +55,12 @@ class ShardOptimizer:
         self.adamw.step()
         self.zero_grad()
 
+    def reset(self) -> None:
+        """Forget moments and step counts, as if no step had been taken."""
+        for state in self.adamw.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+
     def zero_grad(self) -> None:
         for name, shard in self._shards.items():
             shard.grad = self._locals[name].grad = None
@@ -84,7 +89,7 @@ class ShardOptimizer:
             for key in ("exp_avg", "exp_avg_sq"):
                 tensors[f"{key}.{name}"] = DTensor.from_local(
                     state[key],
-                    shard.device_mesh,
+                    self._mesh_of(shard),
                     shard.placements,
                     run_check=False,
                     shape=shard.shape,
@@ -92,6 +97,14 @@ class ShardOptimizer:
                 )
             tensors[f"step.{name}"] = state["step"]
         return tensors
+
+    def _mesh_of(self, shard: DTensor) -> DeviceMesh:
+        """Where moments of the shard lie. torch would move a shard in host memory to the device of its mesh."""
+        if not local_shard(shard).is_cpu:
+            return shard.device_mesh
+        if self._host_mesh is None:
+            self._host_mesh = cpu_mesh(shard.device_mesh)
+        return self._host_mesh
 
     def _local_grads(self) -> Iterator[Tensor]:
         for shard in self._shards.values():
@@ -102,38 +115,3 @@ class ShardOptimizer:
 def _local(grad: Tensor) -> Tensor:
     assert isinstance(grad, DTensor)
     return grad.to_local()
-
-
-def total_optimizer_steps(cfg: RunConfig) -> int | None:
-    """Optimizer steps of the whole run; None where the number of rollouts is not known."""
-    return None if cfg.rollout.num_rollout is None else cfg.rollout.num_rollout * cfg.steps_per_rollout
-
-
-def decay_steps(cfg: RunConfig) -> int:
-    """Optimizer step at which the schedule reaches `--min-lr`. Raises ConfigError where a decay has no end."""
-    steps = cfg.optimizer.lr_decay_iters
-    if steps is None:
-        steps = total_optimizer_steps(cfg)
-    if steps is None and cfg.optimizer.lr_decay_style != "constant":
-        raise ConfigError(
-            f"--lr-decay-style {cfg.optimizer.lr_decay_style} needs an end: set --lr-decay-iters or --num-rollout"
-        )
-    return steps or 0
-
-
-def learning_rate(cfg: OptimizerConfig, optimizer_step: int, *, decay_steps: int) -> float:
-    """Rate of the 0-based `optimizer_step`; a function of that number alone, so a resumed run cannot count it twice.
-
-    Warm-up rises linearly and reaches `lr` at its last step (the first step already trains: a rate of 0 would waste its
-    rollout). The decay begins after the warm-up and ends at `decay_steps`, from where on it is `min_lr`.
-    """
-    warmup = cfg.lr_warmup_iters
-    if optimizer_step < warmup:
-        return cfg.lr * (optimizer_step + 1) / warmup
-    if cfg.lr_decay_style == "constant":
-        return cfg.lr
-    if optimizer_step >= decay_steps:
-        return cfg.min_lr
-    progress = (optimizer_step - warmup) / (decay_steps - warmup)
-    share = 1.0 - progress if cfg.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return cfg.min_lr + (cfg.lr - cfg.min_lr) * share

@@ -8,21 +8,26 @@ finite.
 """
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from rlkit.algo.context_shards import num_padding_tokens, pad_row
+from rlkit.algo.gap_record import GapRecord
 from rlkit.algo.logprobs import scored_positions
-from rlkit.algo.objective import Objective
-from rlkit.backends.fsdp.attention import PackedLayout, packed_layout
-from rlkit.backends.fsdp.context_attention import context_layout
+from rlkit.algo.objective import Objective, StepObjective
+from rlkit.backends.attention.context import context_layout
+from rlkit.backends.attention.packed import PackedLayout, packed_layout
+from rlkit.backends.fsdp.checkpoint import TrainerMeta
+from rlkit.backends.fsdp.lora import without_dropout
 from rlkit.backends.fsdp.memory import chunk_size
-from rlkit.backends.fsdp.metrics import StepMetrics, reduce_metrics
 from rlkit.backends.fsdp.model import ScoringModel, fsdp, reshard
-from rlkit.backends.fsdp.optimizer import ShardOptimizer, learning_rate
+from rlkit.backends.fsdp.optimizer import ShardOptimizer
+from rlkit.backends.loss_scale import LossScale
+from rlkit.backends.schedules import Schedule
+from rlkit.backends.step_metrics import StepMetrics, reduce_metrics
 from rlkit.config.schema import RunConfig
 from rlkit.dist.collectives import sum_over_data, sum_over_shards
 from rlkit.dist.groups import RankMesh
@@ -120,23 +125,31 @@ class Trainer:
         optimizer: ShardOptimizer,
         mesh: RankMesh,
         spans: Spans,
-        decay_steps: int,
-        optimizer_steps: int,
+        schedule: Schedule,
+        resumed: TrainerMeta | None,
     ) -> None:
+        """`resumed`: what a checkpoint says of the trainer; None where optimizer and schedule start anew."""
         self._cfg = cfg
         self._policy = policy
         self._optimizer = optimizer
         self._mesh = mesh
         self._spans = spans
-        self._decay_steps = decay_steps
-        self.optimizer_steps = optimizer_steps
+        self._schedule = schedule
+        self.optimizer_steps = resumed.optimizer_steps if resumed else 0
         """Optimizer steps taken since the start of the run; the schedule's only state."""
+        self._loss_scale = LossScale(cfg.precision)
+        if resumed and resumed.loss_scale:
+            self._loss_scale.load(resumed.loss_scale)
         self.objective = Objective(cfg, sum_over_data=lambda partial: sum_over_data(partial, mesh))
+        self._step_objective: StepObjective = self.objective
+        """What the optimizer steps minimise."""
+        self.gaps = GapRecord()
+        """Differences to the engine's log-probs in the last rollout, for the report."""
 
     @torch.no_grad()
     def score(self, model: ScoringModel, micro_batches: list[MicroBatch]) -> list[Tensor]:
         """Log-probs of every micro-batch under `model`, f32 [T] each. Collective."""
-        with self._spans(SpanName.LOG_PROB):
+        with self._spans(SpanName.LOG_PROB), without_dropout(model):
             scored = [self._forward(model, micro.to(self._mesh.device))[0] for micro in micro_batches]
             # without a backward pass FSDP2 leaves the root's parameters whole, where sleep and save want shards
             reshard(model)
@@ -158,61 +171,88 @@ class Trainer:
         """Take an optimizer step for each update. `num_loss_tokens`: trained tokens of each, over all ranks.
         Collective.
         """
+        self.gaps.clear()
         metrics: list[StepMetrics] = []
         norms: list[float] = []
         lr = math.nan
+        if self._cfg.optimizer.reset_optimizer_states:
+            self._optimizer.reset()
         for micro_batches in updates:
-            lr = learning_rate(self._cfg.optimizer, self.optimizer_steps, decay_steps=self._decay_steps)
+            lr = self._schedule.rate(self.optimizer_steps)
             step_metrics = self._accumulate(micro_batches)
-            norms.append(self._apply(step, step_metrics, lr))
+            norm = self._apply(step, step_metrics, lr)
+            norms += [] if norm is None else [norm]
             metrics.append(step_metrics)
         reduced = reduce_metrics(
             metrics,
             num_loss_tokens=num_loss_tokens,
-            sum_names=self.objective.sum_names,
-            max_names=self.objective.max_names,
+            sum_names=self._step_objective.sum_names,
+            max_names=self._step_objective.max_names,
             mesh=self._mesh,
         )
-        return self.objective.derive(reduced) | {"train/grad_norm": sum(norms) / len(norms), "train/lr": lr}
+        own = {"train/grad_norm": sum(norms) / max(1, len(norms)), "train/lr": lr}
+        if self._loss_scale.is_on:
+            own["train/loss_scale"] = self._loss_scale.value
+            own["train/num_skipped_steps"] = float(self._loss_scale.num_skipped)
+        return self._step_objective.derive(reduced) | own
+
+    def meta(self, step: int) -> TrainerMeta:
+        """What a checkpoint after `step` has to say of the trainer."""
+        return TrainerMeta(
+            step=step,
+            optimizer_steps=self.optimizer_steps,
+            world_size=self._mesh.world_size,
+            loss_scale=self._loss_scale.state() if self._loss_scale.is_on else None,
+            lora=asdict(self._cfg.lora) if self._cfg.uses_lora else None,
+        )
 
     def _accumulate(self, micro_batches: list[MicroBatch]) -> StepMetrics:
         """Forward and backward over one optimizer step's micro-batches."""
-        metrics = StepMetrics(self.objective.sum_names, self.objective.max_names, self._mesh.device)
+        objective = self._step_objective
+        metrics = StepMetrics(objective.sum_names, objective.max_names, self._mesh.device)
         for number, micro in enumerate(micro_batches):
             is_last = number == len(micro_batches) - 1
             fsdp(self._policy).set_requires_gradient_sync(is_last)
             # weights that were gathered or cast for this micro-batch serve the next ones as well
             fsdp(self._policy).set_reshard_after_backward(is_last or not self._policy.plan.keeps_weights)
             micro = micro.to(self._mesh.device)
-            logp_T, entropy_T = self._forward(self._policy, micro)
-            report = self.objective.loss(micro.batch, logp_T, entropy_T)
+            scored = self._forward(self._policy, micro)
+            if self._cfg.report.report_samples > 0 and objective is self.objective:
+                self.gaps.add(micro.batch, scored[0])
+            report = objective.loss(micro.batch, *scored)
             # FSDP averages gradients over all ranks; our loss is divided by global counts already, so undo that
             # mean
-            (report.loss * self._mesh.shard_size).backward()
+            (report.loss * (self._mesh.world_size * self._loss_scale.value)).backward()
             metrics.add(report.sums)
             for name, value in report.maxima.items():
                 metrics.add_max(name, value)
         return metrics
 
-    def _forward(self, model: ScoringModel, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _forward(self, model: ScoringModel, micro: MicroBatch) -> tuple[Tensor, ...]:
+        """What `StepObjective.loss` takes beside the batch. The first is what `score` returns."""
         return model(
             micro.batch.tokens_T,
             micro.batch.positions_T,
             micro.layout,
             micro.scored_N,
             micro.predictors_N,
-            temperature=1.0 if self._cfg.is_sft else self._cfg.rollout.rollout_temperature,
+            temperature=1.0 if self._cfg.is_supervised else self._cfg.rollout.rollout_temperature,
             chunk_size=chunk_size(self._cfg, model.config.get_text_config().vocab_size, self._mesh.device),
         )
 
-    def _apply(self, step: int, metrics: StepMetrics, lr: float) -> float:
-        """Check, clip, step. Returns the gradient norm before clipping. Collective; the one wait for the device per
-        optimizer step.
+    def _apply(self, step: int, metrics: StepMetrics, lr: float) -> float | None:
+        """Check, clip, step. Returns the gradient norm before clipping; None where float16 overflowed and the step was
+        skipped. Collective; the one wait for the device per optimizer step.
         """
         loss = sum_over_data(metrics.loss.clone(), self._mesh)
-        squared_norm = sum_over_shards(self._optimizer.squared_grad_norm(), self._mesh)
+        squared_norm = sum_over_shards(self._optimizer.squared_grad_norm().to(self._mesh.device), self._mesh)
         loss, squared_norm = torch.stack([loss, squared_norm]).tolist()
-        norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan
+        scale = self._loss_scale.value
+        norm = math.sqrt(squared_norm) / scale if squared_norm >= 0 else math.nan
+        if self._loss_scale.is_on and math.isfinite(loss) and not math.isfinite(norm):
+            self._optimizer.zero_grad()
+            self._loss_scale.step_skipped(f"step {step}, optimizer step {self.optimizer_steps}")
+            return None
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._optimizer.zero_grad()
             raise TrainError(
@@ -222,8 +262,10 @@ class Trainer:
                 "samples; a lower --lr or --eps-clip-c often helps"
             )
         limit = self._cfg.optimizer.clip_grad
-        if limit > 0.0 and norm > limit:
-            self._optimizer.scale_grads(limit / (norm + 1e-6))
+        factor = limit / (norm + 1e-6) if 0.0 < limit < norm else 1.0
+        if factor != 1.0 or scale != 1.0:
+            self._optimizer.scale_grads(factor / scale)
         self._optimizer.step(lr)
+        self._loss_scale.step_taken()
         self.optimizer_steps += 1
         return norm

@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rlkit.backends.fsdp.model import ScoringModel, local_shard, named_persistent_buffers, named_shards
-from rlkit.dist.collectives import gather_over_shards
+from rlkit.backends.fsdp.lora import factor_names, is_adapter, merged_rows
+from rlkit.backends.fsdp.model import (
+    ScoringModel,
+    base_shards,
+    local_shard,
+    named_persistent_buffers,
+    named_shards,
+)
+from rlkit.dist.collectives import gather_over_shards, gather_rows
 from rlkit.dist.groups import RankMesh
 from rlkit.types.weights import WeightBucket, WeightSpec
 
@@ -27,6 +34,8 @@ class _Entry:
     local: Tensor
     rows_per_rank: int
     """Rows of every rank's part, the last ones padded; 0 where the tensor is whole on every rank."""
+    b_rows: Tensor | None = None
+    """This rank's rows of the adapter's B, where there is an adapter: what comes out is W + s B A."""
 
     @property
     def bytes_per_rank(self) -> int:
@@ -49,15 +58,26 @@ class FsdpWeights:
         *,
         dtype_of: torch.dtype | Mapping[str, torch.dtype],
         read: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        lora_scaling: float = 0.0,
     ) -> None:
         """`dtype_of`: what parameters are cast to, for all or by name. `read` finds the values of a shard, also
-        while it is away.
+        while it is away. `lora_scaling`: s of the adapters, if there are any.
         """
         self._mesh = mesh
         self._read = read
+        self._scaling = lora_scaling
+        adapters = {name: local_shard(shard) for name, shard in named_shards(model) if is_adapter(name)}
+        self._a_shards = {name: shard for name, shard in named_shards(model) if ".lora_A." in name}
+        self._whole_a: dict[str, Tensor] = {}
         self._entries = [
-            _entry(name, shard, dtype_of if isinstance(dtype_of, torch.dtype) else dtype_of[name], mesh)
-            for name, shard in [*named_shards(model), *named_persistent_buffers(model)]
+            _entry(
+                name,
+                shard,
+                dtype_of if isinstance(dtype_of, torch.dtype) else dtype_of[name],
+                mesh,
+                b_rows=adapters.get(factor_names(name)[1]),
+            )
+            for name, shard in [*base_shards(model), *named_persistent_buffers(model)]
         ]
 
     def specs(self) -> list[WeightSpec]:
@@ -70,6 +90,10 @@ class FsdpWeights:
         On CUDA there are two buffers and a stream of its own: while the caller consumes a bucket, the next one is
         copied, cast and gathered. Both buffers live as long as the iterator.
         """
+        self._whole_a = {  # a few megabytes
+            name: gather_rows(self._read(local_shard(shard)), shard.shape[0], self._mesh)
+            for name, shard in self._a_shards.items()
+        }
         plan = list(_fill_buckets(self._entries, max_bytes))
         staging = _Staging(self._mesh.device, [(self._host_bytes(entries), size) for entries, _, size in plan])
         for index in range(len(plan)):
@@ -82,6 +106,13 @@ class FsdpWeights:
             yield WeightBucket(
                 specs=[entry.spec for entry in entries], offsets=offsets, flat=staging.buffer(index, size)
             )
+        self._whole_a = {}
+
+    def _merged(self, entry: _Entry, local: Tensor) -> Tensor:
+        if entry.b_rows is None:
+            return local
+        a = self._whole_a[factor_names(entry.spec.name)[0]]
+        return merged_rows(local, self._read(entry.b_rows).to(local.device), a, self._scaling)
 
     def _launch(self, filled: "_Filled", staging: "_Staging", index: int) -> None:
         """Queue everything that makes one bucket; on CUDA it is done only after `staging.wait(index)`."""
@@ -102,7 +133,7 @@ class FsdpWeights:
         start = 0
         staging.rewind()
         for entry, offset in zip(entries, offsets, strict=True):
-            local = staging.on_device(self._read(entry.local))
+            local = self._merged(entry, staging.on_device(self._read(entry.local)))
             if entry.rows_per_rank == 0:
                 target = flat[offset : offset + entry.spec.num_bytes]
             else:
@@ -182,14 +213,15 @@ _Filled = tuple[list[_Entry], list[int], int]
 """Entries of a bucket, their byte offsets, and the bytes of all together."""
 
 
-def _entry(name: str, tensor: Tensor, dtype: torch.dtype, mesh: RankMesh) -> _Entry:
+def _entry(name: str, tensor: Tensor, dtype: torch.dtype, mesh: RankMesh, *, b_rows: Tensor | None) -> _Entry:
     """A shard is cast to `dtype`. A buffer, or a shard of a lone rank, is whole already; a buffer also keeps its
     dtype.
     """
     is_shard = isinstance(tensor, DTensor)
     spec = WeightSpec(name=name, shape=tuple(tensor.shape), dtype=dtype if is_shard else tensor.dtype)
     rows = -(-tensor.shape[0] // mesh.shard_size) if is_shard and mesh.shard_size > 1 else 0
-    return _Entry(spec=spec, local=local_shard(tensor) if isinstance(tensor, DTensor) else tensor, rows_per_rank=rows)
+    local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
+    return _Entry(spec=spec, local=local, rows_per_rank=rows, b_rows=b_rows)
 
 
 def _fill_buckets(entries: list[_Entry], max_bytes: int) -> Iterator[_Filled]:

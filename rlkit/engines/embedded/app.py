@@ -13,7 +13,10 @@ from typing import Any, Literal
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rlkit.engines.access import is_allowed
 from rlkit.engines.embedded.service import Service, bad_request_response, error_response, json_response
 from rlkit.engines.embedded.weight_payload import read_payload, receive
 from rlkit.engines.wire import parse_weight_version
@@ -115,7 +118,21 @@ def create_app(service: Service, *, on_start: Callable[[], Awaitable[None]]) -> 
     _add_memory_routes(app, service)
     _add_group_routes(app, service)
     _add_update_routes(app, service)
+    app.add_middleware(_OnlyOurs)
     return app
+
+
+class _OnlyOurs:
+    """Turns away requests without the run's secret, before anything of them is read."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not is_allowed(scope["path"], Headers(scope=scope)):
+            await json_response({"error": "Unauthorized"}, 401)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
 
 
 def _add_info_routes(app: FastAPI, service: Service) -> None:

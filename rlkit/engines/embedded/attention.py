@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from rlkit.algo import batch_invariant
 from rlkit.engines.embedded.kv_cache import SlotCache
 
 ATTENTION_NAME = "rlkit_slots"
@@ -30,6 +31,7 @@ class DecodeStep:
     """int64 [B]: tokens that are cached, so the new one goes to this position."""
     max_length: int
     """Largest of `lengths_B`, plus the new token."""
+    is_batch_invariant: bool = False
     masks: dict[int | None, Tensor] = field(default_factory=dict)
     rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
@@ -40,6 +42,12 @@ class DecodeStep:
         rows = self._rows(num, num_kv_heads, keys.shape[2])
         keys.view(-1, keys.shape[3]).index_copy_(0, rows, key.reshape(num * num_kv_heads, -1))
         values.view(-1, values.shape[3]).index_copy_(0, rows, value.reshape(num * num_kv_heads, -1))
+        if self.is_batch_invariant:
+            parts = [
+                batch_invariant.attend(query[b], keys[b], values[b], start=length, scale=scale, window=window)
+                for b, length in enumerate(self.lengths_B.tolist())
+            ]
+            return torch.stack(parts).transpose(1, 2)
         # The G query heads that share a key head stand as G query rows: grouped heads without repeating keys.
         query = query.reshape(num, num_kv_heads, -1, query.shape[3])
         keys, values = keys[:num, :, : self.max_length], values[:num, :, : self.max_length]
@@ -102,6 +110,7 @@ class PrefillPass:
 
     cache: SlotCache
     blocks: list[PrefillBlock]
+    is_batch_invariant: bool = False
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]."""
@@ -119,7 +128,12 @@ class PrefillPass:
                 assert len(block.slots) == 1, block
                 slot = block.slots[0]
                 k, v = keys[slot : slot + 1, :, :stop], values[slot : slot + 1, :, :stop]
-            output = _causal_attention(q, k, v, scale=scale, start=block.start, window=window)
+            if self.is_batch_invariant:
+                rows = zip(q, k, v, strict=True)
+                parts = [batch_invariant.attend(*row, start=block.start, scale=scale, window=window) for row in rows]
+                output = torch.stack(parts)
+            else:
+                output = _causal_attention(q, k, v, scale=scale, start=block.start, window=window)
             outputs.append(output.transpose(1, 2).flatten(0, 1))
             offset = end
         return torch.cat(outputs)[None] if len(outputs) > 1 else outputs[0][None]

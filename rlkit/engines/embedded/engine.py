@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from rlkit.algo.batch_invariant import token_log_probs
 from rlkit.engines.embedded.model import ModelRunner
 from rlkit.engines.embedded.request import EngineRequest, Output, aborted
 from rlkit.engines.embedded.sampling import SamplingBatch, sample, uniform_numbers
@@ -355,6 +356,8 @@ class Engine:
                 logits_BV[row, request.suppressed_ids] = -torch.inf
         uniform = uniform_numbers([request.seed for request in requests], [request.num_tokens for request in requests])
         tokens_B, logprobs_B = sample(logits_BV, batch, torch.from_numpy(uniform).to(logits_BV.device))
+        if self.runner.is_batch_invariant:
+            logprobs_B = token_log_probs(logits_BV, tokens_B, batch.temperature_B1)
         finished: list[EngineRequest] = []
         for request, token, logprob in zip(requests, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
             if logprob != logprob:  # NaN

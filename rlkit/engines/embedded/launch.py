@@ -28,6 +28,8 @@ def embedded_launch(cfg: RunConfig, slot: EngineSlot) -> LaunchSpec:
     argv = [sys.executable, "-m", "rlkit.engines.embedded.server"]
     for name, value in options.items():
         argv += [f"--{name}", str(value)]
+    if cfg.train.true_on_policy_mode:
+        argv.append("--batch-invariant")
     if cfg.model.trust_remote_code:
         argv.append("--trust-remote-code")
     # Threads also by environment: OpenMP sizes its pool before the command line is read.

@@ -16,8 +16,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from rlkit.algo.batch_invariant import make_batch_invariant
+from rlkit.config.quantization import read_quantization
 from rlkit.engines.embedded.attention import ATTENTION_NAME, DecodeStep, PrefillBlock, PrefillPass, register
 from rlkit.engines.embedded.kv_cache import SlotCache
+from rlkit.engines.embedded.weights import WeightStore
 from rlkit.types.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -40,8 +43,14 @@ class PromptPiece:
 class ModelRunner:
     """A causal language model and its slot cache."""
 
-    def __init__(self, model: PreTrainedModel, *, max_slots: int, context_length: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, max_slots: int, context_length: int, is_batch_invariant: bool = False
+    ) -> None:
+        """`is_batch_invariant`: compute every token as `algo/batch_invariant.py` says."""
         self.model = model
+        self.is_batch_invariant = is_batch_invariant
+        if is_batch_invariant:
+            make_batch_invariant(model)
         self.device = model.device
         self.cache = SlotCache(max_slots=max_slots, max_length=context_length)
         self.vocab_size: int = model.config.get_text_config().vocab_size
@@ -62,7 +71,7 @@ class ModelRunner:
         logits = self._forward(
             torch.tensor([tokens_T], device=self.device),
             torch.tensor([positions_T], device=self.device),
-            slots=PrefillPass(cache=self.cache, blocks=blocks),
+            slots=PrefillPass(cache=self.cache, blocks=blocks, is_batch_invariant=self.is_batch_invariant),
             logits_to_keep=torch.tensor(rows, dtype=torch.int64, device=self.device),
         )
         return logits[0]
@@ -73,7 +82,12 @@ class ModelRunner:
         logits = self._forward(
             torch.tensor(tokens, device=self.device)[:, None],
             lengths_B[:, None],
-            slots=DecodeStep(cache=self.cache, lengths_B=lengths_B, max_length=max(lengths) + 1),
+            slots=DecodeStep(
+                cache=self.cache,
+                lengths_B=lengths_B,
+                max_length=max(lengths) + 1,
+                is_batch_invariant=self.is_batch_invariant,
+            ),
             logits_to_keep=0,
         )
         return logits[:, 0]
@@ -142,6 +156,8 @@ def _blocks(pieces: Sequence[PromptPiece]) -> tuple[list[PrefillBlock], list[int
 def load_model(path: str, *, device: str, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
     """The checkpoint in `path`, on `device`, with the slot attention. EngineError when weights are missing."""
     register()
+    if read_quantization(path) is not None:
+        return _load_quantised(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         path,
         dtype=DTYPES[dtype],
@@ -155,6 +171,18 @@ def load_model(path: str, *, device: str, dtype: str, trust_remote_code: bool) -
     model = model.to(torch.device(device)).eval().requires_grad_(False)
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()  # its own storage: a memory-mapped file cannot be freed, nor written to
+    return model
+
+
+def _load_quantised(path: str, *, device: str, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
+    """An fp8 checkpoint, dequantised: transformers computes in fp8 on some GPUs only."""
+    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    del config.quantization_config
+    model: Any = AutoModelForCausalLM.from_config(
+        config, dtype=DTYPES[dtype], attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code
+    )
+    model = model.to(torch.device(device)).eval().requires_grad_(False)
+    WeightStore(model).load_folder(Path(path))
     return model
 
 

@@ -61,6 +61,7 @@ class ServerArgs:
     """Intra-op threads; 0 leaves torch's choice."""
     seed: int
     trust_remote_code: bool
+    batch_invariant: bool
 
 
 def parse_args(argv: list[str]) -> ServerArgs:
@@ -78,6 +79,9 @@ def parse_args(argv: list[str]) -> ServerArgs:
     parser.add_argument("--num-threads", type=int, default=0, help="intra-op threads; 0: torch's choice")
     parser.add_argument("--random-seed", "--seed", type=int, default=0, dest="seed")
     parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="the same bits in any batch, as a trainer computes; one thread"
+    )
     args = ServerArgs(**vars(parser.parse_args(argv)))
     for name in ("max_running_requests", "prefill_tokens"):
         if getattr(args, name) < 1:
@@ -89,12 +93,17 @@ def serve(args: ServerArgs) -> None:
     """Load the model and answer until SIGTERM."""
     start = time.perf_counter()
     parse_weight_version(args.weight_version)
-    if args.num_threads:
-        torch.set_num_threads(args.num_threads)
+    if args.num_threads or args.batch_invariant:
+        torch.set_num_threads(1 if args.batch_invariant else args.num_threads)
     model = load_model(args.model_path, device=args.device, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
     tokenizer = load_tokenizer(args.model_path, trust_remote_code=args.trust_remote_code)
     context_length = args.context_length or model_context_length(model)
-    runner = ModelRunner(model, max_slots=args.max_running_requests, context_length=context_length)
+    runner = ModelRunner(
+        model,
+        max_slots=args.max_running_requests,
+        context_length=context_length,
+        is_batch_invariant=args.batch_invariant,
+    )
     bytes_per_token = runner.check_against_transformers()
     max_total_tokens = args.max_total_tokens or _affordable_tokens(runner.device, bytes_per_token)
     reader = RequestReader(

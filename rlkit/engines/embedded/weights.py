@@ -5,7 +5,7 @@ Runs on the engine thread. Names are Hugging Face parameter names; a tied tensor
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from rlkit.algo.fp8 import dequantised, grid
+from rlkit.config.quantization import SCALE_SUFFIX
 from rlkit.types.errors import EngineError
 from rlkit.types.weights import tensor_checksum
 
@@ -32,9 +34,12 @@ class WeightStore:
                 self._tensors[name] = tensor.detach()
             else:
                 self._tied.add(name)
+        self._expert_parts = _expert_parts(self._tensors)
         self._num_bytes = {name: tensor.untyped_storage().nbytes() for name, tensor in self._tensors.items()}
         self._snapshot: dict[str, Tensor] | None = None
         self.is_asleep = False
+        self._come: dict[str, set[str]] = {}
+        """Parts of fused experts that have come since the last sleep."""
         self.stale: set[str] = set()
         """Names that hold nothing since the last sleep: generation is refused until they are loaded."""
 
@@ -44,12 +49,17 @@ class WeightStore:
         self.load(named)
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy tensors in, cast to the model's dtype. The second name of a tied tensor is skipped, as in SGLang."""
-        for name, tensor in named:
-            target = self._target(name, tuple(tensor.shape))
-            if target is not None:
-                target.copy_(tensor)
-                self.stale.discard(name)
+        """Copy tensors in, cast to the model's dtype. The second name of a tied tensor is skipped, as in SGLang.
+        Weights in fp8 are multiplied by their scales, which must be among `named` too.
+        """
+        try:
+            for name, tensor in dequantised(named):
+                target = self._target(name, tuple(tensor.shape))
+                if target is not None:
+                    target.copy_(tensor)
+                    self._loaded(name)
+        except ValueError as error:
+            raise EngineError(f"cannot dequantise {error}") from error
 
     def check(self, named_shapes: Iterable[tuple[str, Sequence[int]]]) -> None:
         """EngineError for the first name or shape that does not belong to the model. Changes nothing."""
@@ -70,20 +80,43 @@ class WeightStore:
             with safe_open(file, framework="pt") as tensors:
                 shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
         self.check(shapes.items())
-        missing = sorted(self._tensors.keys() - shapes.keys())
+        fused = {fused for fused, parts in self._expert_parts.items() if parts.keys() <= shapes.keys()}
+        missing = sorted(self._tensors.keys() - shapes.keys() - fused)
         if missing:
             raise EngineError(f"{folder} lacks {len(missing)} tensors, the first is {missing[0]}")
         self.load(_read(files))
 
     def _target(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        if name.endswith(SCALE_SUFFIX):
+            weight = self._find(name.removesuffix(SCALE_SUFFIX))
+            if weight is None or weight.dim() != 2 or grid(weight.shape) != shape:
+                raise EngineError(f"{name} with shape {list(shape)} are the scales of no weight of the model")
+            return None
         if name in self._tied or name.endswith(IGNORED_SUFFIXES):
             return None
-        target = self._tensors.get(name)
+        target = self._find(name)
         if target is None:
             raise EngineError(f"the model has no tensor {name}")
         if tuple(target.shape) != shape:
             raise EngineError(f"{name} has shape {list(shape)}, the model's is {list(target.shape)}")
         return target
+
+    def _find(self, name: str) -> Tensor | None:
+        """A tensor of the model, or the part of one that holds a single expert."""
+        target = self._tensors.get(name)
+        if target is None:
+            target = next((parts[name] for parts in self._expert_parts.values() if name in parts), None)
+        return target
+
+    def _loaded(self, name: str) -> None:
+        """Note that a tensor holds weights; the fused experts of a layer do when the last of their parts came."""
+        self.stale.discard(name)
+        for fused, parts in self._expert_parts.items():
+            if name in parts and fused in self.stale:
+                come = self._come.setdefault(fused, set())
+                come.add(name)
+                if len(come) == len(parts):
+                    self.stale.discard(fused)
 
     def sleep(self) -> None:
         """Free the memory; what it held is lost."""
@@ -102,6 +135,8 @@ class WeightStore:
             tensor.untyped_storage().resize_(self._num_bytes[name])
             tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
         self.stale = set(self._tensors)
+        self._come = {}
+        self._expert_parts = _expert_parts(self._tensors)
 
     # What `/weights_checker` does; actions and answer as in SGLang, except that checksums are SHA-256.
 
@@ -151,3 +186,20 @@ def _read(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  # not a dict: it cannot be iterated
                 yield name, tensors.get_tensor(name)
+
+
+def _expert_parts(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """For each parameter in which transformers fuses the experts of a layer: the matrices of the single experts, as
+    views under the names that checkpoints and Megatron give them.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        prefix, is_experts, kind = name.partition(".experts.")
+        if not is_experts or tensor.dim() != 3 or kind not in ("gate_up_proj", "down_proj"):
+            continue
+        parts: dict[str, Tensor] = {}
+        for expert, matrix in enumerate(tensor):
+            split = zip(("gate", "up"), matrix.chunk(2), strict=True) if kind == "gate_up_proj" else [("down", matrix)]
+            parts |= {f"{prefix}.experts.{expert}.{part}_proj.weight": view for part, view in split}
+        found[name] = parts
+    return found

@@ -10,6 +10,7 @@ import sys
 
 from rlkit.config.schema import RunConfig
 from rlkit.config.sglang_flags import to_command_line
+from rlkit.engines.access import module_command
 from rlkit.engines.base import EngineSlot, LaunchSpec, engine_dtype
 from rlkit.engines.sglang.memory import colocated_fraction, device_memory_bytes
 from rlkit.types.errors import ConfigError
@@ -67,7 +68,7 @@ def sglang_launch(cfg: RunConfig, slot: EngineSlot) -> LaunchSpec:
         options |= {"device": "cpu", "attention-backend": "torch_native", "max-total-tokens": CPU_MAX_TOTAL_TOKENS}
         options |= {"mem-fraction-static": 0.2}
         switches.append("disable-overlap-schedule")
-    argv = [python, "-m", "sglang.launch_server"]
+    argv = module_command("sglang.launch_server", python=python)
     for name, value in options.items():
         if name.replace("-", "_") not in passed:
             argv += [f"--{name}", str(value)]
