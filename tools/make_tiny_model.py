@@ -128,8 +128,8 @@ def build(scratch: Path, recipe: WarmUp | None, *, seed: int, num_threads: int) 
     return finished, measured
 
 
-def write_blank_model(directory: Path, *, seed: int) -> int:
-    """An untrained checkpoint; returns its number of parameters.
+def write_blank_model(directory: Path, *, seed: int, tokenizer: Any = None) -> int:
+    """An untrained checkpoint; returns its number of parameters. `tokenizer` unset: one token a character.
 
     A rotary base of 30 and weights of 0.1 let so small and short-sighted a model learn sums in a few hundred steps
     instead of thousands.
@@ -137,7 +137,7 @@ def write_blank_model(directory: Path, *, seed: int) -> int:
     import torch
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = character_tokenizer()
+    tokenizer = tokenizer or character_tokenizer()
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(

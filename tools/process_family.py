@@ -57,7 +57,7 @@ def wait_until_gone(processes: Sequence[psutil.Process], timeout_s: float) -> li
 def listening_ports(processes: Sequence[psutil.Process]) -> set[int]:
     pids = {process.pid for process in processes}
     found = psutil.net_connections(kind="tcp")
-    return {c.laddr.port for c in found if c.status == psutil.CONN_LISTEN and c.pid in pids}
+    return {c.laddr.port for c in found if c.laddr and c.status == psutil.CONN_LISTEN and c.pid in pids}
 
 
 def shared_memory() -> set[str]:

@@ -9,5 +9,9 @@ class RlkitError(Exception):
     """Base of every deliberate error. The message alone is the state, so instances pickle."""
 
 
+class GuardError(RlkitError, RuntimeError):
+    """A guard against silent failure fired under `--strict-guards`. The message names evidence and remedy."""
+
+
 class ConfigError(RlkitError, ValueError):
     """A flag, a recipe or a combination of them cannot work. The message names the values and the remedy."""

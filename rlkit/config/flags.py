@@ -105,13 +105,13 @@ def why_unknown(name: str, *, noun: Literal["flag", "key"] = "flag", extra: Iter
     A flag of the command line is spelled `--rollout-batch-size`, a key of a recipe `rollout_batch_size`.
     `extra`: names that count too.
     """
+    spell = flag_of if noun == "flag" else str
+    if name in SLIME_ONLY:  # before SGLang's own: slime calls flags of its router --sglang-router-*
+        return f"{spell(name)} does not exist in rlkit: {SLIME_ONLY[name]}"
     if name.startswith(PREFIX):
         refusal = sglang_table().refusal(name.removeprefix(PREFIX))
         if refusal is not None:
             return refusal
-    spell = flag_of if noun == "flag" else str
-    if name in SLIME_ONLY:
-        return f"{spell(name)} does not exist in rlkit: {SLIME_ONLY[name]}"
     close = nearest(name, [*all_fields(), *extra])
     hint = f"; did you mean {spell(close)}?" if close else "; --help lists all of them"
     return f"unknown {noun} {spell(name)}{hint}"

@@ -87,6 +87,11 @@ HOOKS: Mapping[str, Hook] = MappingProxyType(
                 must_be_async=True,
             ),
             Hook(
+                field="custom_agent_path",
+                signature="(base_url: str, api_key: str, task: dict) -> float | None, plain or async",
+                num_arguments=3,
+            ),
+            Hook(
                 field="rollout_function_path",
                 signature="async (job: RolloutJob) -> list[SampleGroup]",
                 num_arguments=1,

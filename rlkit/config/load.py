@@ -5,7 +5,7 @@ cannot be read, and rules across fields. Imports neither torch nor ray, so that 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -21,6 +21,8 @@ from rlkit.config.values import from_toml
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
+PROGRAM_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType({"train_async.py": {"async_mode": "one-step"}})
+"""Program -> fields that it sets where neither a file nor a flag does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +34,11 @@ class ResolvedConfig:
     """Field name, or `sglang_NAME` for what is passed through -> `default`, `file x.toml` or `command line`."""
 
 
-def load_config(argv: Sequence[str]) -> ResolvedConfig:
-    """Resolve the words after the program's name. `--help` prints and exits. Raises ConfigError."""
+def load_config(argv: Sequence[str], *, program: str = "train.py") -> ResolvedConfig:
+    """Resolve the words after the program's name. `--help` prints and exits. Raises ConfigError.
+
+    `program` may have defaults of its own (`PROGRAM_DEFAULTS`).
+    """
     line = read_command_line(argv)
     if line.wants_help:
         from rlkit.config.help import print_help  # local: a run does not need tyro's formatter
@@ -46,7 +51,10 @@ def load_config(argv: Sequence[str]) -> ResolvedConfig:
     problems: list[str] = []
     unreadable: set[str] = set()
     recipes = [read_recipe(path) for path in line.recipes]
-    layers = [(f"file {recipe.path}", recipe.values, recipe.bad_keys, recipe.problems) for recipe in recipes]
+    layers: list[tuple[str, Mapping[str, Any], Set[str], Sequence[str]]] = [
+        (program, PROGRAM_DEFAULTS.get(program, {}), set(), [])
+    ]
+    layers += [(f"file {recipe.path}", recipe.values, recipe.bad_keys, recipe.problems) for recipe in recipes]
     layers.append((COMMAND_LINE, line.values, line.bad_keys, line.problems))
     for origin, new_values, bad_keys, new_problems in layers:
         values |= new_values

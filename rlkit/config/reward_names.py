@@ -12,7 +12,7 @@ PLAIN_GRADERS = ("math", "exact", "deepscaler", "dapo", "f1", "gpqa", "ifbench",
 BOXABLE_GRADERS = ("math", "exact", "deepscaler", "dapo", "f1", "gpqa")
 """Graders that read the response, so that `boxed_` in front of them means something."""
 
-RUN_GRADERS = ("remote_rm", "code")
+RUN_GRADERS = ("remote_rm", "reward_model", "code")
 """Graders that wait for others, a server or a process: only runs have them."""
 
 REWARD_NAMES = PLAIN_GRADERS + RUN_GRADERS + tuple(BOXED_PREFIX + name for name in BOXABLE_GRADERS)

@@ -68,7 +68,7 @@ OWNED: Mapping[str, str] = MappingProxyType(
         "smg_grpc_mode": "the router and rlkit speak HTTP to engines",
         "skip_tokenizer_init": "stop strings and response texts need the engine's tokenizer",
         "is_embedding": "an embedding model cannot generate",
-        "config": "write the keys under [sglang] of a file given by --config",
+        "config": "write the keys under [sglang] of a file given by --config; all engines are of one kind",
         "delete_ckpt_after_loading": "it would delete --hf-checkpoint",
         "disaggregation_mode": "prefill and decode run in the same engine",
         "encoder_only": "every engine generates",

@@ -30,24 +30,22 @@ def max_over_data(x: Tensor, mesh: RankMesh) -> Tensor:
     return x
 
 
-def max_over_shards(x: Tensor, mesh: RankMesh) -> Tensor:
+def max_over_ranks(x: Tensor, mesh: RankMesh) -> Tensor:
     """Elementwise maximum of `x` over all ranks, in place. Collective: call on every rank."""
-    if mesh.shard_size > 1:
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=mesh.shards.get_group())
+    if mesh.world_size > 1:
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
     return x
 
 
 def sum_over_shards(x: Tensor, mesh: RankMesh) -> Tensor:
-    """Sum of `x` over all ranks, each of which holds other rows of the parameters, in place. Collective: call on every
-    rank.
-    """
+    """Sum of `x` over the ranks that hold other rows of the parameters, in place. Collective: call on every rank."""
     if mesh.shard_size > 1:
         dist.all_reduce(x, op=dist.ReduceOp.SUM, group=mesh.shards.get_group())
     return x
 
 
 def gather_over_shards(shard: Tensor, mesh: RankMesh) -> Tensor:
-    """[n] on every rank -> [ranks, n] on every rank. Collective: call on every rank with the same n and dtype."""
+    """[n] on every rank -> [shards, n] on every rank. Collective: call on every rank with the same n and dtype."""
     if mesh.shard_size == 1:
         return shard[None]
     gathered = shard.new_empty(mesh.shard_size * shard.numel())
@@ -55,6 +53,16 @@ def gather_over_shards(shard: Tensor, mesh: RankMesh) -> Tensor:
     gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
     gather(gathered, shard.contiguous(), group=mesh.shards.get_group())
     return gathered.view(mesh.shard_size, -1)
+
+
+def gather_rows(local: Tensor, num_rows: int, mesh: RankMesh) -> Tensor:
+    """This rank's rows [n, ...] of a parameter as FSDP2 deals them -> the whole [num_rows, ...] on the device of the
+    mesh. Collective: call on every rank.
+    """
+    local = local.to(mesh.device)
+    padded = local.new_zeros((-(-num_rows // mesh.shard_size), *local.shape[1:]))
+    padded[: local.shape[0]] = local
+    return gather_over_shards(padded.view(-1), mesh).view(-1, *local.shape[1:])[:num_rows]
 
 
 def all_gather_objects(value: Any) -> list[Any]:

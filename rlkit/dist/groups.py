@@ -20,11 +20,16 @@ from rlkit.types.ranks import RankInfo
 class RankMesh:
     """Where this rank stands. Axis `dp`: ranks that hold different samples; axis `cp`: ranks that hold different tokens
     of the same samples. Parameters are sharded over all of them (the flattened axis `dp_cp`).
+
+    Under Megatron there are two more: `tp`, innermost, of ranks that hold parts of the same matrices, and `pp`,
+    outermost, of ranks that hold other layers. That is the order of Megatron's own groups.
     """
 
     mesh: DeviceMesh
     shards: DeviceMesh
-    """One axis over all ranks, along which parameters are sharded and gradients reduced."""
+    """One axis along which FSDP shards parameters: all ranks, or with copies the ranks of this rank's copy."""
+    layout: DeviceMesh
+    """Where FSDP reduces gradients: `shards`, or with copies the two axes (`copies`, `shards`)."""
     rank: int
     device: torch.device
 
@@ -52,15 +57,28 @@ class RankMesh:
 
     @property
     def shard_size(self) -> int:
-        return self.data_size * self.context_size
+        """Ranks that hold different rows of the parameters."""
+        return self.shards.size()
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.size()
+
+    @property
+    def copy_index(self) -> int:
+        """Which copy of the parameters this rank's shard belongs to."""
+        return self.rank // self.shard_size
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
 
-def init_process_group(rank: RankInfo, *, timeout_s: float) -> RankMesh:
+def init_process_group(rank: RankInfo, *, timeout_s: float, num_copies: int = 1) -> RankMesh:
     """Join the default group and make the mesh. Collective over all training ranks.
+
+    With `num_copies` n parameters are sharded over groups of world / n neighbouring ranks, each of which holds them
+    all.
 
     `timeout_s` bounds the rendezvous and every later collective. A group of this process that already has the same rank
     and size is used again, so a tool may build several backends one after the other.
@@ -83,11 +101,21 @@ def init_process_group(rank: RankInfo, *, timeout_s: float) -> RankMesh:
             world_size=rank.world_size,
             timeout=timeout,
         )
-    cp = rank.context_parallel_size
-    assert rank.world_size % cp == 0
-    mesh = init_device_mesh(rank.device, (rank.world_size // cp, cp), mesh_dim_names=("dp", "cp"))
-    shards = mesh._flatten("dp_cp")
-    return RankMesh(mesh=mesh, shards=shards, rank=rank.rank, device=device)
+    cp, tp, pp = rank.context_parallel_size, rank.tensor_parallel_size, rank.pipeline_parallel_size
+    assert rank.world_size % (cp * tp * pp) == 0
+    dp = rank.world_size // (cp * tp * pp)
+    if tp * pp == 1:
+        mesh = init_device_mesh(rank.device, (dp, cp), mesh_dim_names=("dp", "cp"))
+    else:
+        mesh = init_device_mesh(rank.device, (pp, dp, cp, tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
+    if num_copies == 1:
+        shards = layout = mesh._flatten("_".join(mesh.mesh_dim_names or ()))
+    else:
+        assert rank.world_size % num_copies == 0
+        sizes = (num_copies, rank.world_size // num_copies)
+        layout = init_device_mesh(rank.device, sizes, mesh_dim_names=("copies", "shards"))
+        shards = layout["shards"]
+    return RankMesh(mesh=mesh, shards=shards, layout=layout, rank=rank.rank, device=device)
 
 
 def _store(rank: RankInfo, timeout: timedelta) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
@@ -98,11 +126,11 @@ def _store(rank: RankInfo, timeout: timedelta) -> dist.Store:  # pyright: ignore
     )
 
 
-def cpu_mesh(mesh: RankMesh) -> DeviceMesh:
-    """The axis over all ranks for tensors on the CPU. Makes no group: the default one carries CPU tensors too."""
-    if mesh.device.type == "cpu":
-        return mesh.shards
-    return init_device_mesh("cpu", (mesh.shard_size,), mesh_dim_names=("dp_cp",))
+def cpu_mesh(layout: DeviceMesh) -> DeviceMesh:
+    """The same layout of the ranks for tensors on the CPU. Collective."""
+    if layout.device_type == "cpu":
+        return layout
+    return init_device_mesh("cpu", tuple(layout.shape), mesh_dim_names=layout.mesh_dim_names)
 
 
 def new_cpu_group(*, timeout_s: float) -> ProcessGroup:

@@ -1,9 +1,10 @@
 """The folder of checkpoints: what is complete, which one a run continues from, how one is written, which are deleted.
 
-    <save>/iter_0000011/COMPLETE            written last; a folder without it is never chosen
+    <save>/iter_0000011/COMPLETE            written last, with the manifest's digest; without it never chosen
                        /manifest.json       every file with its digest, every tensor with its fingerprint
                        /meta.json           step, weight version, world size
                        /rollout_state.json  position in the prompt file and the next group id
+                       /step_metrics.json   the step's metrics so far, should its row never be written
                        /trainer/            what the backend wrote
           /latest_checkpointed_iteration.txt  the newest step, for people and other tools; not trusted here
 
@@ -20,7 +21,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlkit.orchestration.manifest import MARKER, build_manifest, manifest_text, read_manifest, verify_files
+from rlkit.orchestration.manifest import (
+    MARKER,
+    build_manifest,
+    manifest_text,
+    marker_text,
+    read_manifest,
+    verify_files,
+)
 from rlkit.orchestration.manifest import NAME as MANIFEST
 from rlkit.types.errors import CheckpointError
 
@@ -58,6 +66,21 @@ def start_step(checkpoint: Checkpoint | None, start_rollout_id: int | None) -> i
     if start_rollout_id is not None:
         return start_rollout_id
     return checkpoint.meta.step + 1 if checkpoint is not None else 0
+
+
+def check_not_counted_twice(save: Path, start_rollout_id: int | None) -> None:
+    """CheckpointError where `--start-rollout-id` would number steps again that this folder holds checkpoints of: its
+    newest checkpoint would no longer be the newest work, and later starts would find ledger and checkpoint at odds.
+    """
+    if start_rollout_id is None:
+        return
+    later = [path for path in complete_checkpoints(save) if step_of(path) >= start_rollout_id]
+    if later:
+        raise CheckpointError(
+            f"--start-rollout-id {start_rollout_id} would count steps again of which {save} holds checkpoints, up to"
+            f" {later[-1].name}. Drop it, continue from an earlier checkpoint with --ckpt-step, or begin a new run with"
+            " these weights: --finetune --load and another --output-dir"
+        )
 
 
 def has_complete(directory: Path) -> bool:
@@ -156,8 +179,9 @@ def commit(
     write_durably(staging / "meta.json", json.dumps(asdict(meta), indent=2))
     write_durably(staging / "rollout_state.json", json.dumps(rollout_state))
     manifest = build_manifest(staging, asdict(meta), rollout_state, tensors or {})
-    write_durably(staging / MANIFEST, manifest_text(manifest))
-    write_durably(staging / MARKER, "")
+    text = manifest_text(manifest)
+    write_durably(staging / MANIFEST, text)
+    write_durably(staging / MARKER, marker_text(text))
     final = directory / f"iter_{meta.step:07d}"
     if final.exists():
         # Training an old step again (--ckpt-step): the new one replaces it, never half of it.

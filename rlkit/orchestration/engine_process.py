@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from rlkit.config.schema import RunConfig
+from rlkit.engines.access import use_token
 from rlkit.engines.base import EngineSlot, build_launch, free_port
 from rlkit.orchestration.engine_death import advice_on_death, telling_part
 from rlkit.orchestration.processes import ServerProcess
@@ -49,7 +50,10 @@ class EngineServer:
     actor instead, whose methods all share one thread.
     """
 
-    def __init__(self, cfg: RunConfig, run_dir: Path, index: int, node_rank: int = 0) -> None:
+    def __init__(
+        self, cfg: RunConfig, run_dir: Path, index: int, node_rank: int = 0, *, token: str | None = None
+    ) -> None:
+        use_token(token)
         part = f"_node{node_rank}" if node_rank else ""
         claim_output(run_dir, f"engine{index}{part}_actor")
         self._cfg = cfg

@@ -11,6 +11,7 @@ import ray
 from ray import ObjectRef
 
 from rlkit.config.schema import RunConfig
+from rlkit.engines.access import current_token
 from rlkit.engines.client import EngineClient
 from rlkit.orchestration.cluster import ENGINE_SHARE, Cluster
 from rlkit.orchestration.engine_process import EnginePart, RemoteEngineServer
@@ -39,7 +40,7 @@ class EnginePool:
                 RemoteEngineServer.options(
                     max_concurrency=4,
                     **cluster.actor_options(slots[0], share=ENGINE_SHARE, num_threads=self._num_threads),
-                ).remote(cfg, run_dir, engine.index, node_rank)
+                ).remote(cfg, run_dir, engine.index, node_rank, token=current_token())
                 for node_rank, slots in enumerate(nodes)
             ]
             for engine, nodes in zip(layout.engines, self._nodes, strict=True)

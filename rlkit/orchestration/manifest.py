@@ -75,13 +75,28 @@ def manifest_text(manifest: Manifest) -> str:
     return json.dumps(asdict(manifest), indent=1)
 
 
+def marker_text(manifest: str) -> str:
+    """What the marker of a checkpoint holds: the digest of its manifest, which vouches for everything else."""
+    return f"sha256 {hashlib.sha256(manifest.encode()).hexdigest()} {NAME}\n"
+
+
 def read_manifest(checkpoint: Path) -> Manifest | None:
-    """None where a checkpoint has none, as those of older versions. CheckpointError when it is damaged."""
-    path = checkpoint / NAME
+    """None where a checkpoint has none, as those of older versions. CheckpointError when it is damaged, or another one
+    than was committed (an older version's marker is empty and cannot tell).
+    """
+    path, marker = checkpoint / NAME, checkpoint / MARKER
+    committed = marker.read_text() if marker.is_file() else ""
     if not path.is_file():
+        if committed:
+            raise CheckpointError(f"{path} is missing; continue from another one with --ckpt-step")
         return None
+    text = path.read_text()
+    if committed and committed != marker_text(text):
+        raise CheckpointError(
+            f"{path} was changed after the checkpoint was complete; continue from another one with --ckpt-step"
+        )
     try:
-        fields = json.loads(path.read_text())
+        fields = json.loads(text)
         if fields["format"] != FORMAT:
             raise CheckpointError(f"{path} has format {fields['format']}, this version of rlkit reads {FORMAT}")
         files = {name: FileDigest(**file) for name, file in fields.pop("files").items()}

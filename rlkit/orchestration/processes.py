@@ -14,10 +14,13 @@ STOP_TIMEOUT_S = 8.0
 """Longer than the guardian's own grace, so that it is the guardian that ends the group."""
 
 
-def start_undertaker() -> Callable[[], None]:
-    """Have everything below this process ended should it be killed. Call what is returned at a proper end."""
+def start_undertaker(run_dir: Path) -> Callable[[], None]:
+    """Have everything below this process ended, and the report of `run_dir` written, should it be killed. Call what is
+    returned at a proper end."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "rlkit.orchestration.undertaker"], stdin=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-m", "rlkit.orchestration.undertaker", str(run_dir)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
     )
 
     def say_proper_end() -> None:

@@ -74,8 +74,13 @@ class EngineRecovery:
             add_worker(self._router_url, endpoint.url)
             self._say(f"{engine_name(endpoint.index)} is back with weights v{version}")
 
-    def restart_before_update(self) -> None:
-        """Restart what has died, before an update that gives all engines their weights."""
+    def restart_before_update(self, *, requests_may_run: bool = False) -> None:
+        """Restart what has died, before an update that gives all engines their weights. `requests_may_run`: nothing may
+        be routed to an engine before it has its weights.
+        """
+        if requests_may_run:
+            self.restart_into_rollout()
+            return
         restarted = self._restart()
         if restarted:
             self._updater.sleep_restarted(restarted)

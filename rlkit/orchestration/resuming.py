@@ -2,17 +2,26 @@
 the data is the one that the run's ledger tells.
 """
 
+import json
 import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlkit.config.schema import RunConfig
 from rlkit.observability.audit import disagreements
 from rlkit.observability.ledger import Ledger, LedgerEvent, read_ledger
+from rlkit.observability.metrics import read_metrics
 from rlkit.orchestration.checkpoints import Checkpoint, CheckpointMeta, find_checkpoint, has_complete, verify
 from rlkit.types.errors import CheckpointError, RunStopped
 
 logger = logging.getLogger(__name__)
+
+STEP_METRICS = "step_metrics.json"
+EVALUATION = "eval/"
+"""Evaluations have rows of their own, with the number of the step that follows."""
 
 
 def checkpoint_to_continue(load: Path, save: Path, ledger: Path, *, step: int | None) -> Checkpoint | None:
@@ -34,6 +43,37 @@ def checkpoint_to_continue(load: Path, save: Path, ledger: Path, *, step: int | 
     return checkpoint
 
 
+def weights_to_begin_with(load: Path, save: Path, *, step: int | None) -> Checkpoint | None:
+    """With `--finetune`: the verified checkpoint whose weights a new run takes, with nothing behind it. None where the
+    run has checkpoints of its own to continue from.
+    """
+    if load == save or has_complete(save):
+        return None
+    checkpoint = find_checkpoint(load, step)
+    if checkpoint is None:
+        raise CheckpointError(f"--load {load} holds no checkpoint of rlkit (iter_0000000/...)")
+    verify(checkpoint)
+    return replace(checkpoint, meta=replace(checkpoint.meta, step=-1, weight_version=0), rollout_state={})
+
+
+def lost_row(metrics: Path, checkpoint: Checkpoint) -> dict[str, float] | None:
+    """The metrics of the checkpoint's last step, where the run was ended between the save and the step's row."""
+    stored = checkpoint.path / STEP_METRICS
+    if not stored.is_file() or not metrics.is_file():
+        return None
+    step = checkpoint.meta.step
+    rows = (row for row in read_metrics(metrics) if row["step"] == step)
+    if any(not name.startswith(EVALUATION) for row in rows for name in row.keys() - {"step"}):
+        return None
+    return json.loads(stored.read_text())
+
+
+def write_step_metrics(staging: Path, metrics: Mapping[str, float]) -> None:
+    """Keep what is known of the step in its checkpoint."""
+    finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+    (staging / STEP_METRICS).write_text(json.dumps(finite, indent=1))
+
+
 def check_ledger(ledger: Path, checkpoint: Checkpoint) -> None:
     """CheckpointError when the ledger of the same run contradicts the checkpoint: prompts would be lost or trained on
     twice.
@@ -49,8 +89,10 @@ def check_ledger(ledger: Path, checkpoint: Checkpoint) -> None:
         )
 
 
-def write_start(ledger: Ledger, cfg: RunConfig, checkpoint: Checkpoint | None, step: int) -> None:
-    """STARTED, or RESUMED with what the checkpoint says."""
+def write_start(
+    ledger: Ledger, cfg: RunConfig, checkpoint: Checkpoint | None, step: int, *, changed: Sequence[str] = ()
+) -> None:
+    """STARTED, or RESUMED with what the checkpoint says and the settings that have `changed` since the last start."""
     if cfg.debug.load_debug_rollout_data is not None:
         source = "replay"
     else:
@@ -66,6 +108,7 @@ def write_start(ledger: Ledger, cfg: RunConfig, checkpoint: Checkpoint | None, s
         weight_version=checkpoint.meta.weight_version,
         path=str(checkpoint.path),
         rollout_state=ledger_state(checkpoint.rollout_state),
+        **({"changed": list(changed)} if changed else {}),
     )
 
 

@@ -1,12 +1,12 @@
 """The sglang-router process in front of the engines."""
 
 import asyncio
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlkit.config.schema import RunConfig
+from rlkit.engines.access import module_command
 from rlkit.engines.base import free_port
 from rlkit.engines.client import RouterClient
 from rlkit.orchestration.processes import ServerProcess
@@ -18,11 +18,11 @@ READY_TIMEOUT_S = 120.0
 def start_router(cfg: RunConfig, host: str, log_dir: Path) -> tuple[ServerProcess, str]:
     """Start the router on `host`; returns the process and its URL. Workers are added by the caller."""
     port, metrics_port = free_port(host), free_port(host)
-    argv = [sys.executable, "-m", "sglang_router.launch_router"]
+    argv = module_command("sglang_router.launch_router")
     options: Mapping[str, object] = {
         "host": host,
         "port": port,
-        "policy": "round_robin",  # cache_aware would send a whole group to one engine
+        "policy": cfg.engine.router_policy,
         "worker-startup-check-interval": 1,
         "request-timeout-secs": int(cfg.engine.engine_timeout_s),
         "max-concurrent-requests": -1,

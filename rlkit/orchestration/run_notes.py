@@ -1,16 +1,9 @@
-"""What a run tells its user unasked: settings that differ from those it is continued with, and that nothing is learned.
-Called by `session.py`.
-"""
+"""What a run tells its user unasked: settings that differ from those it is continued with. Called by `session.py`."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from rlkit.types.ranks import MetricSet
-
-UNCHANGING_STEPS = 3
-"""Steps without any difference between the samples of a prompt until it is said aloud."""
 
 NOT_SAID = frozenset({"num_rollout", "output_dir", "load", "save", "ckpt_step", "dry_run"})
 """Settings that a continued run is expected to change."""
@@ -44,24 +37,3 @@ def _values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     return "unset" if value is None else json.dumps(value)
-
-
-class LearningWatch:
-    """Says once that the rewards teach nothing: without a difference inside a group every advantage is zero."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._num_steps = 0
-
-    def look(self, metrics: MetricSet) -> None:
-        share = metrics.get("rollout/zero_variance_share")
-        if share is None:
-            return
-        self._num_steps = self._num_steps + 1 if share == 1.0 else 0
-        if self._num_steps == UNCHANGING_STEPS:
-            reward = metrics.get("rollout/reward", float("nan"))
-            self._say(
-                f"nothing is learned: for {UNCHANGING_STEPS} steps all samples of every prompt had the same reward"
-                f" (mean {reward:.3g}), so every advantage was zero. Look at the responses (--save-debug-rollout-data),"
-                " the prompt's form and chat template, the grader and its labels"
-            )

@@ -10,7 +10,7 @@ from pathlib import Path
 from rlkit.orchestration.checkpoints import Checkpoint, complete_checkpoints
 from rlkit.orchestration.manifest import read_manifest
 from rlkit.types.errors import CheckpointError
-from rlkit.types.fingerprints import WEIGHTS, differing, weights_digest
+from rlkit.types.fingerprints import CRITIC, REFERENCE, WEIGHTS, differing, weights_digest
 from rlkit.types.ranks import MetricSet
 
 BYTES_PER_PARAMETER = 12
@@ -89,7 +89,13 @@ def check_loaded(checkpoint: Checkpoint, tensors: Mapping[str, str], *, with_opt
     manifest = read_manifest(checkpoint.path)
     if manifest is None:
         return
-    saved = {name: value for name, value in manifest.tensors.items() if with_optimizer or name.startswith(WEIGHTS)}
+    saved = {
+        name: value
+        for name, value in manifest.tensors.items()
+        # a run without a critic or a moving reference leaves theirs in the checkpoint
+        if name in tensors or not name.startswith((CRITIC, REFERENCE))
+        if with_optimizer or name.startswith(WEIGHTS)
+    }
     different = differing(saved, tensors)
     if different:
         raise CheckpointError(

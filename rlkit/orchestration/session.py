@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,21 +20,32 @@ from rlkit.config.schema import RunConfig
 from rlkit.observability.console import Console
 from rlkit.observability.ledger import Ledger
 from rlkit.observability.logs import set_up_logging
-from rlkit.observability.metrics import ConsoleSink, JsonlSink, MetricLog, MetricSink, WandbSink
+from rlkit.observability.metrics import MetricLog
+from rlkit.observability.sinks import open_sinks
 from rlkit.observability.spans import SpanName, Spans
 from rlkit.orchestration.checkpoints import (
     CheckpointMeta,
+    check_not_counted_twice,
     prune,
     staging_dir,
     start_step,
 )
 from rlkit.orchestration.oversight import Oversight
 from rlkit.orchestration.pending_save import CommittedSave, PendingSave
-from rlkit.orchestration.resuming import checkpoint_to_continue, note_end, write_saved, write_start
+from rlkit.orchestration.resuming import (
+    checkpoint_to_continue,
+    lost_row,
+    note_end,
+    weights_to_begin_with,
+    write_saved,
+    write_start,
+    write_step_metrics,
+)
 from rlkit.orchestration.run_lock import exclusive
-from rlkit.orchestration.run_notes import LearningWatch, changed_settings
+from rlkit.orchestration.run_notes import changed_settings
 from rlkit.orchestration.saving import SaveGuard, all_or_nothing
 from rlkit.orchestration.startup import Startup
+from rlkit.orchestration.telling import Telling
 from rlkit.sync.versions import advanced
 from rlkit.types.errors import CheckpointError, HangError, RlkitError
 from rlkit.types.ranks import MetricSet
@@ -83,7 +94,7 @@ class Session:
             )
             fleet = startup.run(self.checkpoint, weight_version=self.start_step)
             self._oversight.all_is_up(fleet)
-            self._num_params = fleet.num_params
+            self._num_saved_params = fleet.num_saved_params
             self._actor, self._updater = fleet.actor, fleet.updater
             self.rollouts, self.phases, self._recovery = fleet.rollouts, fleet.phases, fleet.recovery
         except BaseException as error:
@@ -116,9 +127,14 @@ class Session:
         self._exit.enter_context(exclusive(self.folders.run, self.folders.save))
         set_up_logging(self.folders.run, "driver", console_level=logging.WARNING)
         ledger_path = self.folders.run / "ledger.jsonl"
-        self.checkpoint = checkpoint_to_continue(
-            self.folders.load, self.folders.save, ledger_path, step=self.cfg.checkpoint.ckpt_step
-        )
+        load, save, step = self.folders.load, self.folders.save, self.cfg.checkpoint.ckpt_step
+        begins_with = weights_to_begin_with(load, save, step=step) if self.cfg.checkpoint.finetune else None
+        if begins_with is not None:
+            self.cfg = replace(self.cfg, checkpoint=replace(self.cfg.checkpoint, no_load_optim=True))
+        self.checkpoint = begins_with or checkpoint_to_continue(load, save, ledger_path, step=step)
+        self._is_resumed = self.checkpoint is not None and begins_with is None
+        self._goes_on = self.checkpoint is not None and self.checkpoint.path.parent == save
+        check_not_counted_twice(save, self.cfg.rollout.start_rollout_id)
         self.start_step = self._next_step = start_step(self.checkpoint, self.cfg.rollout.start_rollout_id)
         if self.num_steps > 0 and self.start_step >= self.num_steps:
             raise CheckpointError(
@@ -126,38 +142,30 @@ class Session:
                 f"raise --num-rollout, or start anew with another --output-dir (checkpoints: {self.folders.load})"
             )
         config_path = self.folders.run / "config.json"
-        changed = changed_settings(config_path, self._config_json) if self.checkpoint is not None else []
+        changed = changed_settings(config_path, self._config_json) if self._is_resumed else []
         config_path.write_text(json.dumps(self._config_json, indent=2))
         self.console = Console(total_steps=self.num_steps)
-        self._learning = LearningWatch(self.console.say)
+        self._telling = Telling(self.cfg, self.folders.run, self.console.say)
+        self._exit.callback(self._telling.close)  # below the ledger: its report knows the end
         self.console.say(f"run folder {self.folders.run}")
         if self.checkpoint is not None:
-            self.console.say(f"continuing at step {self.start_step} from {self.checkpoint.path}")
+            how = f"continuing at step {self.start_step} from" if self._is_resumed else "a new run with the weights of"
+            self.console.say(f"{how} {self.checkpoint.path}")
         if changed:
             self.console.say(f"settings that differ from this folder's last start: {', '.join(changed)}")
-        self._log = self._exit.enter_context(MetricLog(self._sinks()))
+        sinks = open_sinks(
+            self.cfg, self.folders.run, self.console, start_step=self.start_step, config_json=self._config_json
+        )
+        self._log = self._exit.enter_context(MetricLog(sinks))
+        resumed = self.checkpoint if self._is_resumed else None
+        own = self.checkpoint if self._goes_on else None
+        if own is not None and (row := lost_row(self.folders.run / "metrics.jsonl", own)) is not None:
+            self._log.write(own.meta.step, row)
         self._ledger = self._exit.enter_context(Ledger(ledger_path))
         self._exit.push(self._note_end)
-        write_start(self._ledger, self.cfg, self.checkpoint, self.start_step)
+        write_start(self._ledger, self.cfg, resumed, self.start_step, changed=changed)
         self._save_guard = SaveGuard(self.folders.save, self.checkpoint)
         self._oversight = Oversight(self.cfg.recovery, self.folders.run, console=self.console, exit_stack=self._exit)
-
-    def _sinks(self) -> list[MetricSink]:
-        options = self.cfg.logging
-        sinks: list[MetricSink] = [
-            JsonlSink(self.folders.run / "metrics.jsonl", start_step=self.start_step),
-            ConsoleSink(self.console),
-        ]
-        if options.use_wandb:
-            wandb = WandbSink(
-                self.folders.run,
-                mode=options.wandb_mode,
-                project=options.wandb_project,
-                group=options.wandb_group,
-                config=self._config_json,
-            )
-            sinks.append(wandb)
-        return sinks
 
     # ---- the verbs of the loop -----------------------------------------------------------------------------------
 
@@ -166,15 +174,28 @@ class Session:
         self._step_began = time.perf_counter()
         shards, metrics = self.rollouts.generate(step)
         self._metrics.update(metrics)
+        self._telling.after_rollout(step, metrics)
         return shards
+
+    def begin_generating(self, step: int) -> None:
+        """Start the rollout of a later step, and return. With `--async-mode full` generation goes on in any case."""
+        if self.cfg.async_training.is_one_step and step < self.num_steps:
+            self.rollouts.begin(step)
 
     def train(self, step: int, shards: list[ObjectRef]) -> None:
         """The optimizer steps of one rollout."""
         if self._actor is None:
             return  # --debug-rollout-only
+        records = self._telling.wants_fingerprints
+        if records and step == self.start_step:
+            self._telling.note_start(step, self._actor.fingerprints(), self._config_json)
         with self._spans(SpanName.TRAIN):
             self._metrics.update(self._actor.train(step, shards))
-        self.rollouts.record_trained(step)
+        gaps = self._actor.token_gaps() if self.cfg.report.report_samples > 0 else []
+        self._metrics.update(self.rollouts.record_trained(step, gaps))
+        if records:
+            self._telling.note_trained(step, self._actor.fingerprints())
+        self._telling.after_training(step, self._metrics)
         self._save_guard.note_training(step, self._metrics)
 
     def save_if_due(self, step: int) -> None:
@@ -182,11 +203,11 @@ class Session:
         committed at a later step, when it is complete, or at the next save."""
         if self._pending is not None:
             self._note_saved(self._pending.advance())
-        is_asked = self._oversight.stop.is_set
+        is_asked = self._oversight.stop.is_set or self._telling.wants_save
         is_due_now = is_asked or is_due(step + 1, self.cfg.checkpoint.save_interval, self.num_steps)
         if self._actor is None or not is_due_now:
             return
-        self._save_guard.check_space(num_params=self._num_params)
+        self._save_guard.check_space(num_params=self._num_saved_params)
         if self._pending is not None:
             with self._spans(SpanName.SAVE):
                 self._note_saved(self._pending.finish())
@@ -197,8 +218,9 @@ class Session:
             (staging / "trainer").mkdir()
             hf = self.cfg.checkpoint.save_hf
             self._actor.save(step, staging / "trainer", Path(hf.format(rollout_id=step)) if hf is not None else None)
+            write_step_metrics(staging, self._metrics)
             meta = CheckpointMeta(step=step, weight_version=step + 1, world_size=self._actor.world_size)
-            state = self.rollouts.state()
+            state = self.rollouts.state(step)
             self._pending = PendingSave(self._actor, staging, meta, state, tensors)
             must_wait = not self.cfg.checkpoint.async_save or is_asked or step + 1 == self.num_steps
             saved = self._pending.finish() if must_wait else None
@@ -222,10 +244,14 @@ class Session:
         if self._updater is None or not (version == self.start_step or is_due(version, interval, self.num_steps)):
             return
         self._weight_version = advanced(self._weight_version, version)
+        if not self.cfg.updates_in_flight:
+            self.rollouts.finish_begun()
         if self._recovery is not None:
-            self._recovery.restart_before_update()
+            self._recovery.restart_before_update(requests_may_run=self.cfg.updates_in_flight)
         with self._oversight.waits.waiting("engines", f"the update to weights v{version}"):
             report = self._updater.update(version)
+        if self.cfg.async_training.is_full:
+            self.rollouts.set_engine_version(version)
         self._metrics["sync/num_bytes"] = report.num_bytes
         self._metrics["sync/num_buckets"] = report.num_buckets
         self._metrics["sync/prepare_s"] = report.prepare_s
@@ -238,7 +264,9 @@ class Session:
         if options.eval_interval is None:
             return
         is_first = step == self.start_step and not options.skip_eval_before_train
-        if is_first or (step > self.start_step and is_due(step, options.eval_interval, self.num_steps)):
+        # a resumed run makes the evaluation again that stood at the end of the checkpoint's step
+        is_after_training = step > self.start_step or (self._goes_on and step > 0)
+        if is_first or (is_after_training and is_due(step, options.eval_interval, self.num_steps)):
             metrics = self.rollouts.evaluate(step)
             if metrics:  # a replay has no engines to ask
                 self._log.write(step, metrics)
@@ -246,11 +274,20 @@ class Session:
     def report(self, step: int) -> None:
         """Write the step's row of metrics."""
         seconds = time.perf_counter() - self._step_began
-        self._learning.look(self._metrics)
-        self._log.write(step, {**self._metrics, **self._spans.drain(), "time/step_s": seconds})
-        self._metrics = {}
+        spans = self._spans.drain()
+        if self._updater is not None and not self.cfg.cluster.colocate:
+            self._metrics["bubble/trainer"] = trainer_bubble(spans, seconds)
+        self._log.write(step, {**self._metrics, **spans, "time/step_s": seconds})
+        metrics, self._metrics = self._metrics, {}
         self._next_step = step + 1
+        self._telling.after_step(step, metrics)
         self._oversight.stop.stop_at(step + 1, is_saved=self._saved_step == step or self._actor is None)
+
+
+def trainer_bubble(spans: MetricSet, step_s: float) -> float:
+    """Share of a step in which the trainer neither trains nor saves nor sends weights. `spans` are the driver's."""
+    busy_s = sum(spans.get(f"time/{name}_s", 0.0) for name in (SpanName.TRAIN, SpanName.SAVE, SpanName.SYNC))
+    return max(0.0, 1.0 - busy_s / step_s)
 
 
 def is_due(count: int, interval: int | None, last: int) -> bool:

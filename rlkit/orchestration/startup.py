@@ -17,6 +17,7 @@ from ray import ObjectRef
 from rlkit.config.rules import check_on
 from rlkit.config.schema import RunConfig
 from rlkit.config.wording import count
+from rlkit.engines.access import forget_token, make_token
 from rlkit.observability.console import Console
 from rlkit.observability.spans import Spans
 from rlkit.orchestration.checkpoints import Checkpoint
@@ -54,8 +55,8 @@ class Fleet:
     """With `--use-fault-tolerance`."""
     endpoints: list[EngineEndpoint]
     """Where the engines were at the start."""
-    num_params: int
-    """Of the policy; 0 when nothing trains."""
+    num_saved_params: int
+    """That a checkpoint holds; 0 when nothing trains."""
 
     def engine_urls(self) -> list[str]:
         """Where the engines are now."""
@@ -90,7 +91,10 @@ class Startup:
     def run(self, checkpoint: Checkpoint | None, *, weight_version: int) -> Fleet:
         began = time.perf_counter()
         resume_from = checkpoint.trainer_dir if checkpoint is not None else None
-        self._on_exit(start_undertaker())
+        self._on_exit(start_undertaker(self._run_dir))
+        if self._cfg.engine.engine_token and not self._cfg.engine.rollout_external_engine_addrs:
+            make_token()
+            self._on_exit(forget_token)
         cluster = Cluster(self._cfg, self._layout, device=self._device)
         self._on_exit(cluster.close)
         # The engines take longest, so nothing comes before them; the router and the others' imports overlap with them.
@@ -108,10 +112,10 @@ class Startup:
             loading = actor.start_init(resume_from) if actor is not None else []
             endpoints, updater = self._engines_ready(engines, starting, actor)
         rollouts_starting = rollouts.start(
-            dp=max(1, len(self._layout.rank_slots) // self._cfg.train.context_parallel_size),
+            dp=self._cfg.data_parallel_size if self._layout.rank_slots else 1,
             router_url=router.url if router is not None else None,
             engine_urls=[endpoint.url for endpoint in endpoints],
-            state=checkpoint.rollout_state if checkpoint is not None else None,
+            state=(checkpoint.rollout_state or None) if checkpoint is not None else None,
         )
         if router is not None:
             register_engines(router.url, [endpoint.url for endpoint in endpoints], router.process)
@@ -143,7 +147,7 @@ class Startup:
             phases=phases,
             recovery=recovery,
             endpoints=endpoints,
-            num_params=reports[0].num_params if reports else 0,
+            num_saved_params=num_saved_params(reports[0]) if reports else 0,
         )
 
     def _on_exit(self, close: Callable[[], None]) -> None:
@@ -215,3 +219,9 @@ def resolve_device(cfg: RunConfig) -> Literal["cpu", "cuda"]:
     import torch  # local: seconds, and the driver needs it for nothing else
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def num_saved_params(report: InitReport) -> int:
+    """Parameters that checkpoints hold."""
+    own = report.num_params if report.num_saved_params is None else report.num_saved_params
+    return own + report.num_critic_params

@@ -13,6 +13,7 @@ from ray import ObjectRef
 from rlkit.backends.base import Backend, create_backend
 from rlkit.backends.out_of_memory import explained
 from rlkit.config.schema import RunConfig
+from rlkit.engines.access import current_token, use_token
 from rlkit.engines.base import free_port
 from rlkit.observability.profiling import RankProfiler
 from rlkit.orchestration.cluster import TRAINER_SHARE, Cluster
@@ -23,6 +24,7 @@ from rlkit.sync.base import PushReport, WeightChannel
 from rlkit.sync.factory import create_channel
 from rlkit.types.batches import Update
 from rlkit.types.fingerprints import merged
+from rlkit.types.gaps import TokenGaps
 from rlkit.types.ranks import EngineEndpoint, InitReport, MetricSet, RankInfo
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,8 @@ logger = logging.getLogger(__name__)
 class TrainWorker:
     """One training rank. No algorithm in here."""
 
-    def __init__(self, cfg: RunConfig, run_dir: Path, rank: int) -> None:
+    def __init__(self, cfg: RunConfig, run_dir: Path, rank: int, *, token: str | None = None) -> None:
+        use_token(token)
         claim_output(run_dir, f"train_rank{rank}")
         self._cfg = cfg
         self._run_dir = run_dir
@@ -61,6 +64,9 @@ class TrainWorker:
     def train(self, step: int, shard: list[Update]) -> MetricSet:
         with explained(f"training step {step}", self._cfg), self._profiler.step(step):
             return self._backend.train(step, shard)
+
+    def token_gaps(self) -> TokenGaps:
+        return self._backend.token_gaps()
 
     def push_weights(self, version: int) -> PushReport:
         assert self._channel is not None
@@ -109,14 +115,14 @@ class TrainGroup:
         self._cluster = cluster
         self._layout = layout
         self.world_size = len(layout.rank_slots)
-        self._context_size = cfg.train.context_parallel_size
+        self._cfg = cfg
         self._num_threads = cluster.threads_per_slot(compute_slots(cfg, layout))
         self._workers: list[Any] = [
             RemoteTrainWorker.options(
                 **cluster.actor_options(
                     slot, share=TRAINER_SHARE, num_threads=self._num_threads, env_vars=cfg.cluster.train_env_vars
                 )
-            ).remote(cfg, run_dir, rank)
+            ).remote(cfg, run_dir, rank, token=current_token())
             for rank, slot in enumerate(layout.rank_slots)
         ]
 
@@ -138,7 +144,9 @@ class TrainGroup:
                     master_port=port,
                     device="cuda" if self._cluster.device == "cuda" else "cpu",
                     num_threads=self._num_threads,
-                    context_parallel_size=self._context_size,
+                    context_parallel_size=self._cfg.train.context_parallel_size,
+                    tensor_parallel_size=self._cfg.megatron.tensor_model_parallel_size,
+                    pipeline_parallel_size=self._cfg.megatron.pipeline_model_parallel_size,
                 ),
                 resume_from,
             )
@@ -150,11 +158,15 @@ class TrainGroup:
 
     def train(self, step: int, shards: Sequence[ObjectRef]) -> MetricSet:
         """`shards[d]` refers to the list of updates of data rank d; only the ranks themselves fetch it."""
-        assert len(shards) * self._context_size == self.world_size
+        assert len(shards) == self._cfg.data_parallel_size
         calls = [
-            worker.train.remote(step, shards[rank // self._context_size]) for rank, worker in enumerate(self._workers)
+            worker.train.remote(step, shards[self._cfg.data_rank_of(rank)]) for rank, worker in enumerate(self._workers)
         ]
         return self._gather_ranks(calls, f"training step {step}")[0]
+
+    def token_gaps(self) -> list[ObjectRef]:
+        """Of each rank, for whoever keeps samples: references, so that the driver does not carry them."""
+        return [worker.token_gaps.remote() for worker in self._workers]
 
     def push_weights(self, version: int) -> PushReport:
         pushes = [worker.push_weights.remote(version) for worker in self._workers]

@@ -34,6 +34,8 @@ class PackedBatch:
     old_logp_T: Tensor | None = None  # f32 [T]; policy log-probs before the first step; filled by the backend
     ref_logp_T: Tensor | None = None  # f32 [T]; reference log-probs; filled by the backend when KL is used
     teacher_logp_T: Tensor | None = None  # f32 [T]; teacher log-probs; filled by the backend for distillation
+    values_T: Tensor | None = None  # f32 [T]; the critic's values before the first step; filled by the backend for PPO
+    returns_T: Tensor | None = None  # f32 [T]; what the critic learns; filled by `algo.objective`
     advantages_T: Tensor | None = None  # f32 [T]; filled by `algo.objective` where tokens of a sample differ
     importance_T: Tensor | None = None  # f32 [T]; filled by `algo.objective` where weights need the whole step
 

@@ -6,6 +6,7 @@ Programming mistakes stay plain `assert`s.
 """
 
 from rlkit.config.errors import ConfigError as ConfigError
+from rlkit.config.errors import GuardError as GuardError
 from rlkit.config.errors import RlkitError as RlkitError
 
 

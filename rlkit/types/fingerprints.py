@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 WORD = 1 << 64
 WEIGHTS = "model."
 """Names of weights begin with this, those of optimizer state do not."""
+CRITIC, REFERENCE = "critic.", "reference."
+"""Names of what other modules of a rank keep begin with these; what follows is named as the policy's."""
 
 
 def merged(parts: Sequence[Mapping[str, int]]) -> dict[str, str]:

@@ -23,6 +23,10 @@ class RankInfo:
     """Intra-op threads of this process on a CPU."""
     context_parallel_size: int = 1
     """Neighbouring ranks that share the tokens of a sample."""
+    tensor_parallel_size: int = 1
+    """Neighbouring ranks that share each matrix of a layer (Megatron)."""
+    pipeline_parallel_size: int = 1
+    """Stages that share the layers of the model (Megatron); ranks of a stage stand next to each other."""
 
     @property
     def is_main(self) -> bool:
@@ -48,6 +52,10 @@ class InitReport:
 
     num_params: int
     """Parameters of the policy, tied ones counted once."""
+    num_saved_params: int | None = None
+    """Those of them that a checkpoint holds, where that is not all: adapters."""
+    num_critic_params: int = 0
+    """Those of PPO's critic."""
     resumed_step: int | None
     """Step stored in the checkpoint that was loaded; None for a fresh start."""
     memory_plan: str

@@ -21,6 +21,8 @@ class SampleStatus(StrEnum):
     """Stopped from outside; tokens so far are kept."""
     FAILED = "failed"
     """The engine answered with an error and no tokens can be trusted."""
+    TOO_LONG = "too_long"
+    """A response of the data that does not fit into the context; it is left out, never cut."""
 
     @property
     def is_trainable(self) -> bool:
@@ -40,6 +42,8 @@ class Prompt:
     label: Any = None
     """Whatever the label column holds; graders convert it. None when no label key is set."""
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    messages: list[dict[str, Any]] | None = None
+    """The conversation that `text` renders, where responses are given or an agent makes them; None otherwise."""
 
 
 @dataclass(kw_only=True, slots=True)

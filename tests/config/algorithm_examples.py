@@ -3,7 +3,6 @@
 from typing import Any
 
 ALGORITHM_EXAMPLES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
-    "ppo_has_a_critic": [({"advantage_estimator": "ppo"}, {"advantage_estimator": "grpo"})],
     "reinforce_is_whitened": [
         ({"advantage_estimator": name}, {"advantage_estimator": name, "normalize_advantages": True})
         for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -14,6 +13,7 @@ ALGORITHM_EXAMPLES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
             {"gamma": 0.99, "advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True},
         ),
         ({"gamma": 0.99}, {"gamma": 1.0}),
+        ({"gamma": 0.99, "advantage_estimator": "gspo"}, {"gamma": 0.99, "advantage_estimator": "ppo"}),
     ],
     "kl_is_in_one_place": [
         (

@@ -152,6 +152,10 @@ ADVISED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"advantage_estimator": "gspo", "eps_clip": 3e-4, "eps_clip_high": 4e-4},
     ),
     "reward_kl_is_biased": ({"kl_coef": 0.1}, {"kl_coef": 0.1, "kl_loss_type": "k1"}),
+    "asynchronous_samples_are_off_policy": (
+        {**SPLIT, "async_mode": "one-step"},
+        {**SPLIT, "async_mode": "one-step", "use_tis": True},
+    ),
     "no_logging_account_is_used": ({"wandb_group": "g"}, {"wandb_group": "g", "use_wandb": True}),
 }
 

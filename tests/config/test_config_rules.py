@@ -6,7 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from agent_examples import AGENT_EXAMPLES
 from algorithm_examples import ALGORITHM_EXAMPLES
+from asynchronous_examples import ASYNCHRONOUS_EXAMPLES
+from critic_examples import CRITIC_EXAMPLES
+from megatron_examples import MEGATRON_EXAMPLES
+from trainer_examples import TRAINER_EXAMPLES
 
 from rlkit.config.bounds import BOUNDS
 from rlkit.config.fields import all_fields
@@ -291,6 +296,10 @@ EXAMPLES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({"rm_type": "remote_rm"}, {"rm_type": "remote_rm", "rm_url": "http://a:1/rm"}),
         ({"rm_url": "a:1"}, {"rm_url": "https://a:1"}),
         (
+            {"rm_type": "reward_model", "rm_url": "http://a:1"},
+            {"rm_type": "reward_model", "rm_url": "http://a:1", "rm_model": "m"},
+        ),
+        (
             {"rm_type": None, "custom_rm_path": "a.b", "rm_url": "http://a"},
             {"rm_type": None, "custom_rm_path": "a.b"},
         ),
@@ -322,7 +331,10 @@ EXAMPLES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({"kl_loss_coef": 0.01}, {"kl_loss_coef": 0.01, "use_kl_loss": True}),
         ({"kl_loss_coef": 1e-9}, {"kl_loss_coef": 0.0, "use_kl_loss": True}),
     ],
-    "sft_has_responses": [({**SFT, "label_key": None}, {**SFT, "label_key": "response"})],
+    "sft_has_responses": [
+        ({**SFT, "label_key": None}, {**SFT, "label_key": "response"}),
+        ({**SFT, "label_key": None}, {**SFT, "label_key": None, "apply_chat_template": True}),
+    ],
     "sft_takes_each_row_once": [({**SFT, "n_samples_per_prompt": 2}, SFT)],
     "sft_has_no_policy_terms": [
         ({**SFT, "use_rollout_logprobs": True}, {"use_rollout_logprobs": True}),
@@ -353,6 +365,10 @@ EXAMPLES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     "resumed_checkpoint_has_a_folder": [
         ({"ckpt_step": 3}, {"ckpt_step": 3, "load": "runs/a/checkpoints"}),
         ({"no_load_optim": True}, {"no_load_optim": True, "output_dir": "runs/a"}),
+    ],
+    "finetuning_has_weights": [
+        ({"finetune": True}, {"finetune": True, "load": "runs/a/checkpoints"}),
+        ({"finetune": True, "load": "c", "save": "c"}, {"finetune": True, "load": "c", "save": "d"}),
     ],
     "paths_have_only_the_step_placeholder": [
         ({"save_hf": "hf_{step}"}, {"save_hf": "hf_{rollout_id}"}),
@@ -411,7 +427,8 @@ EXAMPLES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
 }
 """Rule -> pairs of (fields that break it, fields that just do not), each on top of the valid configuration."""
 
-EXAMPLES |= ALGORITHM_EXAMPLES
+EXAMPLES |= AGENT_EXAMPLES | ALGORITHM_EXAMPLES | CRITIC_EXAMPLES
+EXAMPLES |= TRAINER_EXAMPLES | ASYNCHRONOUS_EXAMPLES | MEGATRON_EXAMPLES
 
 NAMED_RULES = {rule.__name__: rule for rule in RULES}
 PAIRS = [(name, bad, good) for name, pairs in EXAMPLES.items() for bad, good in pairs]

@@ -1,9 +1,9 @@
-"""Settings that changed, and runs that learn nothing, are said aloud."""
+"""Settings that changed are said aloud."""
 
 import json
 from pathlib import Path
 
-from rlkit.orchestration.run_notes import LearningWatch, changed_settings
+from rlkit.orchestration.run_notes import changed_settings
 
 
 def entry(value: object) -> dict[str, object]:
@@ -31,15 +31,3 @@ def test_changed_settings_are_told_and_expected_ones_are_not(tmp_path: Path) -> 
         '--advantage-estimator "gspo" -> "grpo"',
         "--eps-clip-c 3.0 -> unset",
     ]
-
-
-def test_a_run_without_differences_is_told_once() -> None:
-    said: list[str] = []
-    watch = LearningWatch(said.append)
-    for share in (1.0, 1.0, 0.9, 1.0, 1.0):
-        watch.look({"rollout/zero_variance_share": share, "rollout/reward": 0.0})
-    assert said == []
-    for _ in range(5):
-        watch.look({"rollout/zero_variance_share": 1.0, "rollout/reward": 0.0})
-    assert len(said) == 1 and "same reward (mean 0)" in said[0]
-    watch.look({"train/loss": 1.0})

@@ -112,3 +112,12 @@ def test_loaded_tensors_are_compared(tmp_path):
         check_loaded(checkpoint, {**OLD, "exp_avg.w": "09"}, with_optimizer=True)
     with pytest.raises(CheckpointError, match=r"model.w: saved aa, loaded absent"):
         check_loaded(checkpoint, {}, with_optimizer=False)
+
+
+def test_a_critic_is_compared_where_there_is_one(tmp_path):
+    """A run without a critic may continue from a checkpoint that holds one."""
+    save(tmp_path, 3, {**OLD, "critic.model.w": "cc", "reference.model.w": "dd"})
+    checkpoint = newest(tmp_path)
+    check_loaded(checkpoint, OLD, with_optimizer=True)
+    with pytest.raises(CheckpointError, match=r"critic\.model\.w: saved cc, loaded ee"):
+        check_loaded(checkpoint, {**OLD, "critic.model.w": "ee"}, with_optimizer=True)

@@ -30,11 +30,11 @@ def matmul_rate(device: str) -> float:
     left = torch.randn(size, size, device=device).to(dtype)
     right = torch.randn(size, size, device=device).to(dtype)
     for _ in range(3):
-        left @ right
+        _ = left @ right
     _wait(device)
     start = time.perf_counter()
     for _ in range(10):
-        left @ right
+        _ = left @ right
     _wait(device)
     return 10 * 2 * size**3 / (time.perf_counter() - start)
 

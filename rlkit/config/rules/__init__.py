@@ -10,8 +10,26 @@ from typing import Any, Literal, cast
 
 from rlkit.config.bounds import BOUNDS, STRINGS
 from rlkit.config.fields import all_fields, sections
-from rlkit.config.rules import algorithms, batch, cluster, profile, required, rollout, sampling, training
+from rlkit.config.rules import (
+    agents,
+    algorithms,
+    asynchronous,
+    batch,
+    cluster,
+    critic,
+    fsdp,
+    megatron,
+    preferences,
+    profile,
+    required,
+    rollout,
+    sampling,
+    schedules,
+    training,
+)
 from rlkit.config.rules.advice import ADVICE
+from rlkit.config.rules.architecture import model_is_the_one_described
+from rlkit.config.rules.megatron_model import megatron_layout_is_possible
 from rlkit.config.rules.paths import PATH_RULES
 from rlkit.config.schema import RunConfig
 
@@ -40,7 +58,14 @@ CROSS_RULES: tuple[Rule, ...] = (
     *rollout.RULES,
     *sampling.RULES,
     *training.RULES,
+    *schedules.RULES,
+    *fsdp.RULES,
+    *megatron.RULES,
     *algorithms.RULES,
+    *critic.RULES,
+    *preferences.RULES,
+    *asynchronous.RULES,
+    *agents.RULES,
     *profile.RULES,
 )
 
@@ -68,9 +93,15 @@ def check_on(cfg: RunConfig, device: Literal["cpu", "cuda"]) -> list[str]:
     return check(replace(cfg, cluster=replace(cfg.cluster, device=device)))
 
 
+MODEL_RULES = (megatron_layout_is_possible, model_is_the_one_described)
+"""Rules that read the model's config.json."""
+
+
 def check_paths(cfg: RunConfig) -> list[str]:
     """What is missing in the file system, all at once."""
-    return [message for rule in PATH_RULES for message in rule(cfg)]
+    return [
+        message for rule in (*PATH_RULES, megatron.megatron_has_its_packages, *MODEL_RULES) for message in rule(cfg)
+    ]
 
 
 def advice(cfg: RunConfig) -> list[str]:

@@ -15,7 +15,7 @@ def truncated_sampling_biases_the_gradient(cfg: RunConfig) -> str | None:
 
 
 def kl_is_only_reported(cfg: RunConfig) -> str | None:
-    if not (cfg.algo.use_kl_loss and trains(cfg)) or cfg.is_sft or cfg.algo.kl_loss_coef != 0:
+    if not (cfg.algo.use_kl_loss and trains(cfg)) or cfg.is_supervised or cfg.algo.kl_loss_coef != 0:
         return None
     return "use_kl_loss with kl_loss_coef = 0.0 loads the reference model only to report the KL, not to train on it"
 
@@ -47,14 +47,14 @@ def schedule_is_constant(cfg: RunConfig) -> str | None:
 
 
 def warmup_never_ends(cfg: RunConfig) -> str | None:
-    warmup, rollouts = cfg.optimizer.lr_warmup_iters, cfg.rollout.num_rollout
+    warmup, rollouts = cfg.warmup_steps, cfg.rollout.num_rollout
     if not trains(cfg) or rollouts is None or cfg.optimizer.lr_decay_style != "constant":
         return None
     steps = rollouts * cfg.steps_per_rollout
     if warmup < steps:
         return None
     return (
-        f"lr_warmup_iters = {warmup}, but the run makes {steps} optimizer steps: lr = {cfg.optimizer.lr} is not reached"
+        f"the warm-up takes {warmup} optimizer steps, but the run makes {steps}: lr = {cfg.optimizer.lr} is not reached"
     )
 
 
@@ -65,11 +65,13 @@ def nothing_is_learned(cfg: RunConfig) -> str | None:
 
 
 def long_responses_run_alone(cfg: RunConfig) -> str | None:
-    longest, budget = cfg.rollout.rollout_max_response_len, cfg.train.max_tokens_per_gpu
-    if not trains(cfg) or cfg.is_sft or longest <= budget:
+    longest, cp = cfg.rollout.rollout_max_response_len, cfg.train.context_parallel_size
+    budget = cfg.train.max_tokens_per_gpu * cp
+    if not trains(cfg) or cfg.is_supervised or longest <= budget:
         return None
+    said = f" x context_parallel_size = {cfg.train.max_tokens_per_gpu} x {cp}" if cp > 1 else ""
     return (
-        f"rollout_max_response_len = {longest} is more than max_tokens_per_gpu = {budget}: a longer sample is a"
+        f"rollout_max_response_len = {longest} is more than max_tokens_per_gpu{said} = {budget}: a longer sample is a"
         f" micro-batch by itself and needs the memory of its own length; memory is bounded by {longest} tokens then"
     )
 
@@ -93,7 +95,7 @@ def greedy_samples_are_equal(cfg: RunConfig) -> str | None:
 
 
 def evaluation_is_off(cfg: RunConfig) -> str | None:
-    if cfg.evaluation.eval_interval is None or evaluates(cfg) or cfg.is_sft:
+    if cfg.evaluation.eval_interval is None or evaluates(cfg) or cfg.is_supervised:
         return None
     return (
         f"eval_interval = {cfg.evaluation.eval_interval} is not used: no engine starts when a saved rollout is replayed"
@@ -102,7 +104,7 @@ def evaluation_is_off(cfg: RunConfig) -> str | None:
 
 def supervised_rows_are_not_graded(cfg: RunConfig) -> str | None:
     grader = cfg.reward.rm_type or cfg.reward.custom_rm_path
-    if not cfg.is_sft or grader is None:
+    if not cfg.is_supervised or grader is None:
         return None
     return f"the grader {grader} is not used: loss_type = sft_loss grades nothing"
 
@@ -136,13 +138,13 @@ def export_overwrites_itself(cfg: RunConfig) -> str | None:
 
 def upper_clip_is_tighter(cfg: RunConfig) -> str | None:
     low, high = cfg.algo.eps_clip, cfg.algo.eps_clip_high
-    if high is None or high >= low or cfg.is_sft:
+    if high is None or high >= low or cfg.is_supervised:
         return None
     return f"eps_clip_high = {high} is below eps_clip = {low}: raising a probability is clipped sooner than lowering it"
 
 
 def cispo_is_free_from_below(cfg: RunConfig) -> str | None:
-    if cfg.algo.advantage_estimator != "cispo" or cfg.algo.eps_clip == 1 or cfg.is_sft:
+    if cfg.algo.advantage_estimator != "cispo" or cfg.algo.eps_clip == 1 or cfg.is_supervised:
         return None
     return (
         f"advantage_estimator = cispo with eps_clip = {cfg.algo.eps_clip}: the paper bounds ratios from above only;"
@@ -151,7 +153,7 @@ def cispo_is_free_from_below(cfg: RunConfig) -> str | None:
 
 
 def sequence_ratios_are_close_to_one(cfg: RunConfig) -> str | None:
-    if cfg.algo.advantage_estimator != "gspo" or cfg.algo.eps_clip < 0.05 or cfg.is_sft:
+    if cfg.algo.advantage_estimator != "gspo" or cfg.algo.eps_clip < 0.05 or cfg.is_supervised:
         return None
     return (
         f"advantage_estimator = gspo with eps_clip = {cfg.algo.eps_clip} clips next to nothing: mean log-ratios of"
@@ -161,7 +163,7 @@ def sequence_ratios_are_close_to_one(cfg: RunConfig) -> str | None:
 
 def reward_kl_is_biased(cfg: RunConfig) -> str | None:
     coefficient, kl_type = cfg.algo.kl_coef, cfg.algo.kl_loss_type
-    if coefficient == 0 or kl_type == "k1" or cfg.is_sft:
+    if coefficient == 0 or kl_type == "k1" or cfg.is_supervised:
         return None
     return (
         f"kl_coef = {coefficient} with kl_loss_type = {kl_type}: as a reward only k1 has the gradient of the KL;"
@@ -174,6 +176,16 @@ def no_logging_account_is_used(cfg: RunConfig) -> str | None:
     if options.use_wandb or options.wandb_group is None:
         return None
     return f"wandb_group = {options.wandb_group} is not used without --use-wandb"
+
+
+def asynchronous_samples_are_off_policy(cfg: RunConfig) -> str | None:
+    mode = cfg.async_training.async_mode
+    if mode is None or cfg.mismatch.use_tis or cfg.mismatch.use_rs or cfg.algo.use_rollout_logprobs:
+        return None
+    return (
+        f"async_mode = {mode} trains on samples of older weights, and the loss does not correct for that: --use-tis"
+        " weighs tokens by the ratio, --use-rollout-logprobs clips against the policy that sampled"
+    )
 
 
 ADVICE = (
@@ -197,6 +209,7 @@ ADVICE = (
     cispo_is_free_from_below,
     sequence_ratios_are_close_to_one,
     reward_kl_is_biased,
+    asynchronous_samples_are_off_policy,
     no_logging_account_is_used,
 )
 """Like rules, but what they say is advice."""

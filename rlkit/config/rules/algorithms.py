@@ -4,18 +4,9 @@ from rlkit.config.fields import all_fields
 from rlkit.config.schema import RunConfig
 
 
-def ppo_has_a_critic(cfg: RunConfig) -> str | None:
-    if cfg.algo.advantage_estimator != "ppo":
-        return None
-    return (
-        "advantage_estimator = ppo needs a critic model, which is not there yet; pass --advantage-estimator"
-        " reinforce_plus_plus --normalize-advantages, which whitens over the batch instead"
-    )
-
-
 def reinforce_is_whitened(cfg: RunConfig) -> str | None:
     estimator = cfg.algo.advantage_estimator
-    if not estimator.startswith("reinforce") or cfg.algo.normalize_advantages or cfg.is_sft:
+    if not estimator.startswith("reinforce") or cfg.algo.normalize_advantages or cfg.is_supervised:
         return None
     return (
         f"advantage_estimator = {estimator} with normalize_advantages = False has no scale of its own;"
@@ -28,8 +19,8 @@ def gamma_discounts_rewards(cfg: RunConfig) -> str | None:
     if gamma == 1 or estimator in ("reinforce_plus_plus", "ppo"):
         return None
     return (
-        f"gamma = {gamma} discounts the returns of reinforce_plus_plus, but advantage_estimator = {estimator} gives all"
-        " tokens of a sample the same; drop --gamma"
+        f"gamma = {gamma} discounts the returns of reinforce_plus_plus and ppo, but advantage_estimator = {estimator}"
+        " gives all tokens of a sample the same; drop --gamma"
     )
 
 
@@ -63,7 +54,7 @@ def one_denominator_is_chosen(cfg: RunConfig) -> str | None:
 
 
 def sequence_ratios_weigh_samples_alike(cfg: RunConfig) -> str | None:
-    if cfg.algo.advantage_estimator != "gspo" or cfg.is_sft:
+    if cfg.algo.advantage_estimator != "gspo" or cfg.is_supervised:
         return None
     used = {
         "calculate_per_token_loss": cfg.algo.calculate_per_token_loss,
@@ -80,7 +71,7 @@ def sequence_ratios_weigh_samples_alike(cfg: RunConfig) -> str | None:
 
 def cispo_has_no_dual_clip(cfg: RunConfig) -> str | None:
     bound = cfg.algo.eps_clip_c
-    if cfg.algo.advantage_estimator != "cispo" or bound is None or cfg.is_sft:
+    if cfg.algo.advantage_estimator != "cispo" or bound is None or cfg.is_supervised:
         return None
     return (
         f"eps_clip_c = {bound} bounds a loss that grows with the ratio, but advantage_estimator = cispo holds the ratio"
@@ -184,7 +175,6 @@ def teacher_is_named(cfg: RunConfig) -> str | None:
 
 
 RULES = (
-    ppo_has_a_critic,
     reinforce_is_whitened,
     gamma_discounts_rewards,
     kl_is_in_one_place,

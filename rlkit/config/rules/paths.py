@@ -1,5 +1,6 @@
 """What the file system has to hold. Checked before launch; the dry run only mentions it, as it runs anywhere."""
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, cast
 from rlkit.config.errors import ConfigError
 from rlkit.config.eval_sets import eval_sets
 from rlkit.config.hooks import HOOKS, check_source
+from rlkit.config.quantization import quantized_names, read_quantization
 from rlkit.config.reward_names import REWARD_NAMES
 from rlkit.config.rules.required import evaluates, reads_prompts
 from rlkit.config.rules.rollout import eval_pairs, without_slice
@@ -22,6 +24,10 @@ def checkpoints_are_there(cfg: RunConfig) -> list[str]:
         folders.append(("ref_load", "--ref-load", cfg.model.ref_load))
     if cfg.needs_teacher and cfg.distill.opd_teacher_load is not None:
         folders.append(("opd_teacher_load", "--opd-teacher-load", cfg.distill.opd_teacher_load))
+    if cfg.needs_critic and cfg.critic.critic_load is not None:
+        folders.append(("critic_load", "--critic-load", cfg.critic.critic_load))
+    if cfg.reward.rm_model is not None:
+        folders.append(("rm_model", "--rm-model", cfg.reward.rm_model))
     found: list[str] = []
     for name, flag, folder in folders:
         path = Path(folder)
@@ -34,11 +40,31 @@ def checkpoints_are_there(cfg: RunConfig) -> list[str]:
     return found
 
 
+def quantisation_is_known(cfg: RunConfig) -> list[str]:
+    """fp8 in blocks of 128 x 128 is dequantised, and quantised again on its way to the engines; nothing else is."""
+    folders = [cfg.model.hf_checkpoint]
+    if cfg.needs_reference and cfg.model.ref_load is not None:
+        folders.append(cfg.model.ref_load)
+    if cfg.needs_teacher and cfg.distill.opd_teacher_load is not None:
+        folders.append(cfg.distill.opd_teacher_load)
+    found: list[str] = []
+    for folder in folders:
+        try:
+            scheme = read_quantization(folder)
+            if scheme is not None:
+                quantized_names(folder, scheme)
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
 def scoring_models_read_the_same_tokens(cfg: RunConfig) -> list[str]:
     """A teacher or reference of another vocabulary would score other words, in silence."""
     found: list[str] = []
     if cfg.needs_teacher and cfg.distill.opd_teacher_load is not None:
         found += _other_vocabulary(cfg, "opd_teacher_load", cfg.distill.opd_teacher_load)
+    if cfg.needs_critic and cfg.critic.critic_load is not None:
+        found += _other_vocabulary(cfg, "critic_load", cfg.critic.critic_load)
     if cfg.needs_reference and cfg.model.ref_load is not None:
         found += _other_vocabulary(cfg, "ref_load", cfg.model.ref_load)
     return found
@@ -79,6 +105,8 @@ def first_row_has_the_columns(cfg: RunConfig) -> list[str]:
     if row is None:
         return []
     wanted = [("input_key", cfg.data.input_key), ("label_key", cfg.data.label_key)]
+    if cfg.is_dpo:
+        wanted += [("chosen_key", cfg.dpo.chosen_key), ("rejected_key", cfg.dpo.rejected_key)]
     return [
         f"{name} = {key}: the first row of {path} has no such column, it has {', '.join(map(repr, row))};"
         f" correct --{name.replace('_', '-')}"
@@ -112,7 +140,7 @@ def evaluation_sets_can_be_read(cfg: RunConfig) -> list[str]:
             found.append(f"{where}: there is no file {without_slice(item.path)}; correct --eval-config")
         if item.rm_type is not None and item.rm_type not in REWARD_NAMES:
             found.append(f"{where}: rm_type = {item.rm_type} is not a built-in grader; correct --eval-config")
-        if item.rm_type is None and item.custom_rm_path is None:
+        if item.rm_type is None and item.custom_rm_path is None and not cfg.agent.has_agent:
             found.append(f"{where} has no grader; give it rm_type or custom_rm_path, or pass --rm-type")
         if item.custom_rm_path is not None and (problem := check_source(HOOKS["custom_rm_path"], item.custom_rm_path)):
             found.append(f"{where}: {problem}")
@@ -184,8 +212,19 @@ def _read_vocabulary(folder: str) -> dict[str, int] | None:
     return cast("dict[str, int]", vocabulary) if isinstance(vocabulary, dict) else None
 
 
+def adapters_have_their_package(cfg: RunConfig) -> list[str]:
+    if not cfg.uses_lora or importlib.util.find_spec("peft") is not None:
+        return []
+    return [
+        f"lora_rank = {cfg.lora.lora_rank} needs the package peft, which is not installed; pip install 'rlkit[lora]',"
+        " or drop --lora-rank"
+    ]
+
+
 PATH_RULES = (
     checkpoints_are_there,
+    adapters_have_their_package,
+    quantisation_is_known,
     scoring_models_read_the_same_tokens,
     prompt_files_are_there,
     first_row_has_the_columns,

@@ -15,7 +15,7 @@ def trains(cfg: RunConfig) -> bool:
 
 def reads_prompts(cfg: RunConfig) -> bool:
     """Whether rollouts (or supervised rows) come from the prompt file."""
-    replays = cfg.debug.load_debug_rollout_data is not None or (cfg.debug.debug_train_only and not cfg.is_sft)
+    replays = cfg.debug.load_debug_rollout_data is not None or (cfg.debug.debug_train_only and not cfg.is_supervised)
     return not only_evaluates(cfg) and not replays
 
 
@@ -40,9 +40,9 @@ def prompts_per_rollout(cfg: RunConfig) -> str | None:
 def group_is_big_enough(cfg: RunConfig) -> str | None:
     """About `n_samples_per_prompt`."""
     size = cfg.rollout.n_samples_per_prompt
-    if cfg.is_sft or not trains(cfg):
+    if cfg.is_supervised or not trains(cfg):
         return None if size >= 1 else f"n_samples_per_prompt = {size} must be at least 1; set --n-samples-per-prompt"
-    compares = cfg.algo.advantage_estimator != "reinforce_plus_plus" and not cfg.distill.use_opd
+    compares = cfg.algo.advantage_estimator not in ("reinforce_plus_plus", "ppo") and not cfg.distill.use_opd
     if size >= 2 or (size == 1 and not compares):
         return None
     if not compares:

@@ -10,7 +10,7 @@ from rlkit.config.values import nearest
 
 _SLICE = re.compile(r"@\[-?\d*:-?\d*\]$")
 _EVAL_NAME = re.compile(r"[\w.+-]+")
-_LABEL_FREE_GRADERS = ("random", "ifbench", "code", "remote_rm")
+_LABEL_FREE_GRADERS = ("random", "ifbench", "code", "remote_rm", "reward_model")
 
 
 def without_slice(path: str) -> str:
@@ -79,7 +79,7 @@ def one_grader_is_named(cfg: RunConfig) -> str | None:
     built_in, custom = cfg.reward.rm_type, cfg.reward.custom_rm_path
     if built_in is not None and custom is not None:
         return f"rm_type = {built_in} and custom_rm_path = {custom} are both set; pass --rm-type or --custom-rm-path"
-    if built_in is None and custom is None and (generates(cfg) or evaluates(cfg)):
+    if built_in is None and custom is None and (generates(cfg) or evaluates(cfg)) and not cfg.agent.has_agent:
         return f"no grader: rm_type and custom_rm_path are unset; pass --rm-type {REWARD_NAMES[0]} or --custom-rm-path"
     return None
 
@@ -118,6 +118,11 @@ def reward_server_has_an_address(cfg: RunConfig) -> str | None:
     url = cfg.reward.rm_url
     if cfg.reward.rm_type == "remote_rm" and url is None:
         return "rm_type = remote_rm asks a reward server, but rm_url is unset; pass --rm-url http://HOST:PORT/PATH"
+    if cfg.reward.rm_type == "reward_model" and (url is None or cfg.reward.rm_model is None):
+        return (
+            f"rm_type = reward_model asks a server for the scores of a model, but rm_url = {url} and rm_model ="
+            f" {cfg.reward.rm_model}; pass --rm-url http://HOST:PORT and --rm-model FOLDER"
+        )
     if url is not None and not url.startswith(("http://", "https://")):
         return f"rm_url = {url} is no address; pass --rm-url http://HOST:PORT/PATH"
     if url is not None and cfg.reward.custom_rm_path is not None:
@@ -166,7 +171,7 @@ def evaluation_data_is_in_pairs(cfg: RunConfig) -> str | None:
 
 def evaluation_needs_engines(cfg: RunConfig) -> str | None:
     interval = cfg.evaluation.eval_interval
-    if interval is None or not cfg.is_sft:
+    if interval is None or not cfg.is_supervised:
         return None
     return (
         f"eval_interval = {interval} needs engines, and loss_type = {cfg.algo.loss_type} starts none;"

@@ -71,7 +71,7 @@ def partial_options_need_partial_rollouts(cfg: RunConfig) -> str | None:
 
 
 def choosing_groups_needs_engines(cfg: RunConfig) -> str | None:
-    if not cfg.is_sft:
+    if not cfg.is_supervised:
         return None
     for name in (
         "over_sampling_batch_size",
@@ -123,7 +123,7 @@ def functions_can_be_called(cfg: RunConfig) -> list[str]:
 def named_functions(cfg: RunConfig) -> list[tuple[Hook, str]]:
     """Every hook that the configuration names, with its path; short names of slime's filters are taken for rlkit's."""
     found: list[tuple[Hook, str]] = []
-    for section in (cfg.rollout, cfg.reward, cfg.evaluation):
+    for section in (cfg.rollout, cfg.reward, cfg.evaluation, cfg.agent):
         for item in fields(section):
             hook = HOOKS.get(item.name)
             if hook is not None and (path := getattr(section, item.name)):

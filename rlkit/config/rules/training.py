@@ -1,7 +1,6 @@
 """Loss, optimizer, checkpoints and the half runs of the debug flags."""
 
 from rlkit.config.fields import all_fields
-from rlkit.config.rules.required import trains
 from rlkit.config.schema import RunConfig
 
 _STEP = "{rollout_id}"
@@ -18,7 +17,12 @@ def kl_coefficient_needs_the_kl_loss(cfg: RunConfig) -> str | None:
 def sft_has_responses(cfg: RunConfig) -> str | None:
     if not cfg.is_sft or cfg.data.label_key is not None or cfg.debug.load_debug_rollout_data is not None:
         return None
-    return "loss_type = sft_loss trains on given responses, but label_key is unset; pass --label-key COLUMN"
+    if cfg.data.apply_chat_template:
+        return None  # the conversations of --input-key hold them
+    return (
+        "loss_type = sft_loss trains on given responses, but label_key is unset; pass --label-key COLUMN,"
+        " or --apply-chat-template where --input-key holds whole conversations"
+    )
 
 
 def sft_takes_each_row_once(cfg: RunConfig) -> str | None:
@@ -47,32 +51,9 @@ def sft_has_no_policy_terms(cfg: RunConfig) -> str | None:
         "use_opd": cfg.distill.use_opd,
     }
     used = [name for name, is_used in terms.items() if is_used]
-    if not cfg.is_sft or not used:
+    if not cfg.is_supervised or not used:
         return None
-    return f"loss_type = sft_loss has no place for {', '.join(used)}; drop {', '.join(_flags(used))}"
-
-
-def learning_rate_decays_downwards(cfg: RunConfig) -> str | None:
-    peak, floor, style = cfg.optimizer.lr, cfg.optimizer.min_lr, cfg.optimizer.lr_decay_style
-    if style == "constant" or floor <= peak:
-        return None
-    return f"min_lr = {floor} is above lr = {peak}; lower --min-lr or raise --lr"
-
-
-def warmup_ends_before_the_decay(cfg: RunConfig) -> str | None:
-    warmup, decay, style = cfg.optimizer.lr_warmup_iters, cfg.optimizer.lr_decay_iters, cfg.optimizer.lr_decay_style
-    if style == "constant" or not trains(cfg):
-        return None
-    end = decay
-    if end is None and cfg.rollout.num_rollout is not None:
-        end = cfg.rollout.num_rollout * cfg.steps_per_rollout
-    if end is None or warmup < end:
-        return None
-    origin = "lr_decay_iters" if decay is not None else "optimizer steps of the run"
-    return (
-        f"lr_warmup_iters = {warmup} leaves no step for the {style} decay, which ends at {origin} = {end};"
-        " lower --lr-warmup-iters or raise --lr-decay-iters"
-    )
+    return f"loss_type = {cfg.algo.loss_type} has no place for {', '.join(used)}; drop {', '.join(_flags(used))}"
 
 
 def resumed_checkpoint_has_a_folder(cfg: RunConfig) -> str | None:
@@ -84,6 +65,14 @@ def resumed_checkpoint_has_a_folder(cfg: RunConfig) -> str | None:
     if not used:
         return None
     return f"{', '.join(used)}: there is no checkpoint to continue from because load is unset; pass --load FOLDER"
+
+
+def finetuning_has_weights(cfg: RunConfig) -> str | None:
+    checkpoint = cfg.checkpoint
+    if not checkpoint.finetune or (checkpoint.load is not None and checkpoint.load != checkpoint.save):
+        return None
+    found = "unset" if checkpoint.load is None else f"{checkpoint.load}, the folder of save"
+    return f"finetune = True takes the weights of another run, but load is {found}; pass --load FOLDER of that run"
 
 
 def paths_have_only_the_step_placeholder(cfg: RunConfig) -> str | None:
@@ -118,7 +107,7 @@ def debug_modes_exclude_each_other(cfg: RunConfig) -> str | None:
 
 
 def training_only_has_a_rollout(cfg: RunConfig) -> str | None:
-    if not cfg.debug.debug_train_only or cfg.debug.load_debug_rollout_data is not None or cfg.is_sft:
+    if not cfg.debug.debug_train_only or cfg.debug.load_debug_rollout_data is not None or cfg.is_supervised:
         return None
     return (
         "debug_train_only = True, but load_debug_rollout_data is unset, so there is nothing to train on;"
@@ -137,6 +126,7 @@ def something_runs(cfg: RunConfig) -> str | None:
 def _templates(cfg: RunConfig) -> dict[str, str]:
     paths = {
         "save_hf": cfg.checkpoint.save_hf,
+        "critic_save": cfg.critic.critic_save,
         "save_debug_rollout_data": cfg.debug.save_debug_rollout_data,
         "load_debug_rollout_data": cfg.debug.load_debug_rollout_data,
     }
@@ -152,9 +142,8 @@ RULES = (
     sft_has_responses,
     sft_takes_each_row_once,
     sft_has_no_policy_terms,
-    learning_rate_decays_downwards,
-    warmup_ends_before_the_decay,
     resumed_checkpoint_has_a_folder,
+    finetuning_has_weights,
     paths_have_only_the_step_placeholder,
     dumps_do_not_overwrite_each_other,
     dump_and_replay_differ,

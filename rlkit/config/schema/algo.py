@@ -13,15 +13,16 @@ class AlgoConfig:
     ] = "grpo"
     """The algorithm. `grpo`: reward minus the mean of its prompt group, over its standard deviation; `gspo` and `cispo`
     share that and change the loss. `rloo`: minus the mean of the group's other samples. `reinforce_plus_plus`: the
-    reward itself; `..._baseline`: minus the group's mean; both whitened over the rollout. `ppo` waits for a critic."""
+    reward itself; `..._baseline`: minus the group's mean; both whitened over the rollout. `ppo`: the
+    reward itself, estimated token by token (GAE) with a critic."""
     disable_grpo_std_normalization: bool = False
     """Centre only, do not divide by the group's standard deviation (as Dr.GRPO)."""
     normalize_advantages: bool = False
     """Whiten advantages over all trained tokens of the rollout, of all ranks."""
     gamma: float = 1.0
-    """Discount per trained token of REINFORCE++'s returns."""
-    loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
-    """Policy gradient, or supervised cross-entropy on given responses."""
+    """Discount per trained token, of REINFORCE++'s returns and of PPO's."""
+    loss_type: Literal["policy_loss", "sft_loss", "dpo_loss"] = "policy_loss"
+    """Policy gradient, supervised cross-entropy on given responses, or DPO on pairs of given responses."""
     calculate_per_token_loss: bool = False
     """Mean over all trained tokens of the step; off: mean over samples of their token means."""
     loss_constant_length: int | None = None

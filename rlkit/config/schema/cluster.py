@@ -34,6 +34,8 @@ class ClusterConfig:
     """Name of the GPU that `--dry-run` plans for on a machine without it, e.g. `H200`."""
     gpu_memory_gib: float | None = None
     """Memory of that GPU in GiB, for `--dry-run`."""
+    host_memory_gib: float | None = None
+    """Memory of one node in GiB, for `--dry-run`; unset takes this machine's."""
 
     @property
     def actor_num_gpus(self) -> int:

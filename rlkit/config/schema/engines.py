@@ -10,6 +10,9 @@ class EngineConfig:
 
     rollout_engine: Literal["auto", "sglang", "embedded"] = "auto"
     """`auto` takes SGLang where the device is CUDA and the embedded engine otherwise."""
+    router_policy: Literal["round_robin", "random", "power_of_two", "cache_aware"] = "round_robin"
+    """Which engine the router gives a request. `cache_aware` keeps requests of one prompt together, and so may give a
+    whole group to one engine."""
     sglang_server_concurrency: int = 512
     """Most requests in flight per engine."""
     engine_start_timeout_s: float = 600.0
@@ -19,6 +22,10 @@ class EngineConfig:
     rollout_external_engine_addrs: tuple[str, ...] = ()
     """`host:port` of engines that run already: none is started, slept or restarted, and weights go to them by process
     group or disk."""
+    engine_token: bool = True
+    """Start engines and router with a secret of the run, without which they refuse every call. External engines bring
+    their own API key in the environment variable RLKIT_ENGINE_TOKEN. `--no-engine-token` lets anyone in who reaches
+    their ports."""
     use_fault_tolerance: bool = False
     """Restart an engine that dies, load the current weights into it and route to it again, up to three times each;
     unset, a dead engine ends the run."""

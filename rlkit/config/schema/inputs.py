@@ -13,7 +13,10 @@ class ModelConfig:
     Required."""
     ref_load: str | None = None
     """Folder of the reference model's Hugging Face checkpoint; unset means `--hf-checkpoint`. Loaded only where a KL
-    term needs it."""
+    term or DPO needs it."""
+    ref_update_interval: int | None = None
+    """Make the policy the new reference after every so many steps; checkpoints then hold the reference too. Unset: it
+    stays what it is."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute and engine dtype. `auto` is bfloat16 on CUDA and float32 on a CPU. Master weights are always float32."""
     attn_implementation: Literal["auto", "flash_attention_2", "flash_attention_3", "sdpa", "eager"] = "auto"

@@ -21,6 +21,9 @@ class CheckpointConfig:
     """Continue from this step's checkpoint instead of the newest complete one."""
     no_load_optim: bool = False
     """Take only weights from the checkpoint; optimizer and schedule start anew."""
+    finetune: bool = False
+    """Take only the weights from the checkpoint of `--load`, for a new run: steps, optimizer, schedule and the place in
+    the prompt file begin anew. Started again, the run continues from checkpoints of its own."""
     async_save: bool = False
     """Write a checkpoint while the next step runs: training waits only for a copy in host memory, which takes as much
     of it as the checkpoint is large. It counts from when it is complete."""
@@ -42,6 +45,10 @@ class LoggingConfig:
     """Project name there."""
     wandb_group: str | None = None
     """Group name there."""
+    wandb_team: str | None = None
+    """Team (entity) there; unset means the account's own."""
+    wandb_run_name: str | None = None
+    """Name of the run there; unset means that of the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +80,9 @@ class DebugConfig:
 
     dry_run: bool = False
     """Print the resolved configuration, the layout and the batch arithmetic, then exit; needs neither GPU nor Ray."""
+    probe: bool = False
+    """Load the model, train one step on packs of the greatest length and make one weight update, without engines or
+    rollouts; print the memory that was estimated beside the measured, then exit."""
     save_debug_rollout_data: str | None = None
     """Write each rollout to this path; `{rollout_id}` becomes the step."""
     load_debug_rollout_data: str | None = None

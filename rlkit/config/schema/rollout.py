@@ -75,8 +75,9 @@ class RewardConfig:
     """How responses are graded."""
 
     rm_type: str | None = None
-    """Built-in grader: `math`, `exact`, `deepscaler`, `dapo`, `f1`, `gpqa`, `ifbench`, `code`, `remote_rm` or `random`;
-    `boxed_` in front grades what \\boxed{} holds. A row's metadata may name another (`rm_type`)."""
+    """Built-in grader: `math`, `exact`, `deepscaler`, `dapo`, `f1`, `gpqa`, `ifbench`, `code`, `remote_rm`,
+    `reward_model` or `random`; `boxed_` in front grades what \\boxed{} holds. A row's metadata may name another
+    (`rm_type`)."""
     custom_rm_path: str | None = None
     """`package.module.function` or `file.py:function`: `(response, label, metadata) -> float | dict | None`, or the
     same as a coroutine. Instead of `--rm-type`."""
@@ -85,7 +86,13 @@ class RewardConfig:
     calls it with lists of one."""
     rm_url: str | None = None
     """Address of the reward server of `remote_rm`: it gets `{"prompt", "response", "label", "metadata"}` as JSON and
-    answers with a number, or an object for `--reward-key`."""
+    answers with a number, or an object for `--reward-key`. For `reward_model` the root of a server that has
+    `/classify`: SGLang with `--is-embedding`, or `rlkit.engines.embedded.reward_server`."""
+    rm_model: str | None = None
+    """Folder of the model that `reward_model` asks at `--rm-url`: its tokenizer and chat template render what is
+    scored."""
+    rm_batch_size: int = 32
+    """Most responses of one request to the reward model."""
     rm_max_retries: int = 10
     """How often a request to the server is sent again, with pauses of up to 30 s, before its sample is unscored."""
     custom_reward_post_process_path: str | None = None
