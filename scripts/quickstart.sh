@@ -12,17 +12,16 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 seed=${SEED:-0}
-python=${PYTHON:-$(bash scripts/install.sh)}
+source scripts/recipe.sh
+python=$(choose_python)
 model=runs/quickstart/tiny-$seed
 run=runs/quickstart/$(date +%Y%m%d-%H%M%S)-seed$seed
 
-is_dry_run=false
 arguments=("$@")
 for ((i = 0; i < $#; i++)); do
     case "${arguments[i]}" in
     --output-dir) run=${arguments[i + 1]:-$run} ;;
     --output-dir=*) run=${arguments[i]#*=} ;;
-    --dry-run | --help | -h) is_dry_run=true ;;
     esac
 done
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1

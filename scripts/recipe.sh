@@ -14,6 +14,10 @@ choose_python() {
     if [[ -n "${PYTHON:-}" ]]; then
         echo "$PYTHON"
     elif $is_dry_run; then
+        "$here" -c 'import rlkit, tyro' 2>/dev/null || {
+            echo "$here has no rlkit, and a dry run installs nothing: run bash scripts/install.sh first, or set PYTHON" >&2
+            return 1
+        }
         echo "$here"
     else
         bash scripts/install.sh "$@"

@@ -21,8 +21,15 @@ for ((i = 0; i < $#; i++)); do
     --prompt-data=*) prompts=${arguments[i]#*=} ;;
     esac
 done
-if [[ "$prompts" == *@\[* ]]; then
-    train=$prompts heldout=$prompts
+has_own_evaluation=false
+for argument in "$@"; do
+    [[ "$argument" == --eval-prompt-data* ]] && has_own_evaluation=true
+done
+if $has_own_evaluation; then
+    train=$prompts heldout=$prompts # the caller's --eval-prompt-data comes later and wins
+elif [[ "$prompts" == *@\[* ]]; then
+    echo "$prompts is a slice: name the rows to hold out too, e.g. --eval-prompt-data heldout '${prompts%%@*}@[-32:]'" >&2
+    exit 2
 else
     train="$prompts@[:-32]" heldout="$prompts@[-32:]"
 fi

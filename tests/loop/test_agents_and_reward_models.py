@@ -74,6 +74,7 @@ def test_an_agent_is_trained_through_its_base_url(run_training: Callable[..., An
     assert len(rewards) == 4 and all(0 < reward < 1 for reward in rewards)
 
 
+@pytest.mark.slow
 def test_a_reward_model_scores_what_is_trained(run_training: Callable[..., Any], tiny_model: Path, tmp_path: Path):
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification

@@ -23,6 +23,7 @@ def proven(run) -> AuditReport:
     return report
 
 
+@pytest.mark.slow
 def test_one_step_ahead_and_resumed(run_training, task):
     """Every rollout but the first comes from weights one step old; what was in flight at a save is issued again."""
     flags = (

@@ -48,6 +48,7 @@ def test_dpo_prefers_what_was_chosen(run_training, tmp_path: Path):
     assert run.series("train/dpo_chosen_reward")[-1] > run.series("train/dpo_rejected_reward")[-1]
 
 
+@pytest.mark.slow
 def test_sft_on_whole_conversations(run_training, tmp_path: Path, tiny_model: Path):
     """The tiny tokenizer has no chat template: one is written beside it."""
     import shutil

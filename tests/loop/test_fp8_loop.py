@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 
+@pytest.mark.slow
 def test_training_from_fp8_with_fp8_rollouts(run_training, tiny_model, tmp_path):
     import convert_hf_to_fp8
 

@@ -25,6 +25,7 @@ def test_no_token_has_two_log_probs(run_training):
     assert plain.series(GAPS[1])[0] > 0
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_with_the_same_bits(run_training):
     """Four steps at once, and two, a save, new processes and two more: every metric and every fingerprint."""
     flags = (*ONE, "--save-interval", 2, "--rollout-shuffle", "--true-on-policy-mode", "--use-kl-loss")

@@ -53,6 +53,7 @@ def test_a_recorded_step_is_the_same_and_changes_are_named(recorded: Path, capsy
     assert "differs: step 2: train/" in told
 
 
+@pytest.mark.slow
 def test_changed_weights_at_the_start_are_named(recorded: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]):
     """The steps before the first checkpoint begin with --hf-checkpoint, of which nothing else keeps a digest."""
     from safetensors.torch import load_file, save_file

@@ -58,6 +58,7 @@ def test_adapters_learn_and_engines_get_them_merged(run_training, spread_model, 
         torch.testing.assert_close(adapted, merged(tokens).logits, atol=1e-3, rtol=0)
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_goes_on_with_the_same_data(run_training):
     """Two ranks save after two steps, one goes on: the numbers of four steps by two ranks, and every prompt once."""
     flags = ("--save-interval", 2, "--rollout-shuffle", "--fsdp-full-params")
@@ -71,6 +72,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_data(run_training):
     assert (ledger.problems, ledger.retrained, ledger.num_trained) == ([], [], 32)
 
 
+@pytest.mark.slow
 def test_float16_trains_and_generates(run_training):
     run = run_training(*ONE, "--num-rollout", 2, "--fp16", "--check-weight-update-equal")
     assert run.series("train/loss_scale") == [65536.0, 65536.0]
