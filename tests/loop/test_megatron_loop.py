@@ -97,10 +97,6 @@ def test_layouts_update_every_engine(run_training, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=False,
-    reason="seen once: gradient norm 39.9 for 0.743 with two tensor-parallel ranks, loss and entropy alike",
-)
 def test_first_step_is_that_of_fsdp(run_training, tmp_path):
     """From one recorded rollout: the same loss and gradient norm by either backend."""
     record = tmp_path / "rollout_{rollout_id}.jsonl"

@@ -79,6 +79,8 @@ class Architecture:
     num_kv_heads: int
     head_size: int
     vocab_size: int
+    padding_id: int | None
+    """A token whose embedding gets no gradient where it is read, as in transformers' models."""
     norm_eps: float
     is_tied: bool
     has_qkv_bias: bool
@@ -120,6 +122,7 @@ def architecture_of(config: dict[str, Any], where: str) -> Architecture:
         num_kv_heads=heads if latent else config.get("num_key_value_heads") or heads,
         head_size=latent.nope_size + latent.rope_size if latent else config.get("head_dim") or hidden // heads,
         vocab_size=config["vocab_size"],
+        padding_id=config.get("pad_token_id"),
         norm_eps=config["rms_norm_eps"],
         is_tied=config.get("tie_word_embeddings", False),
         has_qkv_bias=kind == "qwen2",

@@ -51,6 +51,7 @@ class PackedGpt(GPTModel):
         self._inverse = inverse.to(ranks.device)
         self._ranks = ranks
         self._vocab_size = architecture.vocab_size
+        self._padding_id = architecture.padding_id
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, handle: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """[T, 1, D] (T / tensor-parallel ranks under sequence parallelism): what the next stage gets, or what `score`
@@ -58,12 +59,25 @@ class PackedGpt(GPTModel):
         """
         hidden = None
         if self.pre_process:
-            hidden = self.embedding(input_ids=tokens_T[None], position_ids=positions_T[None])
+            hidden = self._without_padding_grads(
+                self.embedding(input_ids=tokens_T[None], position_ids=positions_T[None]), tokens_T
+            )
         return self.decoder(
             hidden_states=hidden,
             attention_mask=handle,
             rotary_pos_emb=angles(self._inverse, positions_T),
         )
+
+    def _without_padding_grads(self, hidden: Tensor, tokens_T: Tensor) -> Tensor:
+        """`hidden`: [T, 1, D], or this rank's stretch of it under sequence parallelism. transformers' embedding gives
+        the row of its `padding_idx` no gradient; that row is zero, so its norm would make a huge one.
+        """
+        if self._padding_id is None:
+            return hidden
+        length = hidden.shape[0]
+        first = length * self._ranks.tensor.rank if self.config.sequence_parallel else 0
+        is_padding_T = tokens_T[first : first + length] == self._padding_id
+        return torch.where(is_padding_T[:, None, None], hidden.detach(), hidden)
 
     def score(
         self,
