@@ -1,4 +1,4 @@
-"""What a training backend is: six functions and a read-only view of its weights. Called by
+"""What a training backend is: a few functions and a read-only view of its weights. Called by
 `orchestration/train_workers.py`.
 
 Every rank calls each function in the same order.

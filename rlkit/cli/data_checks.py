@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from rlkit.config.eval_sets import eval_sets
 from rlkit.config.rules.required import evaluates, reads_prompts
 from rlkit.config.schema import RunConfig
-from rlkit.data.jsonl import JsonlRows
 from rlkit.data.prompts import GivenResponses, PromptSource
+from rlkit.data.rows import open_rows
 from rlkit.data.tokenizer import load_tokenizer
 from rlkit.types.errors import ConfigError
 
@@ -14,7 +14,7 @@ from rlkit.types.errors import ConfigError
 def check_rows(cfg: RunConfig) -> None:
     """ConfigError for a prompt file, or a slice of one, without any row; DataError where one cannot be read."""
     for name, path in _files(cfg):
-        rows = JsonlRows(path)
+        rows = open_rows(path)
         if len(rows) == 0:
             held = f"its file has {rows.num_rows_in_file}" if rows.num_rows_in_file else "its file is empty"
             raise ConfigError(f"{name} = {path} holds no row; {held}: correct --{name.replace('_', '-')}")
@@ -27,7 +27,7 @@ def num_rows_of_an_epoch(cfg: RunConfig) -> int:
     """
     assert cfg.data.prompt_data is not None
     if cfg.data.rollout_max_prompt_len is None:
-        rows = JsonlRows(cfg.data.prompt_data)
+        rows = open_rows(cfg.data.prompt_data)
         rows.close()
         return len(rows)
     source = PromptSource(cfg.data, load_tokenizer(cfg.model), given=GivenResponses.of(cfg))

@@ -2,11 +2,11 @@
 
 import functools
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
 from rlkit.cli.doctor import Outcome, failed, ok, skipped, warning
+from rlkit.config.checkpoint_files import config_problems, missing_shards, weight_problems
 from rlkit.config.rules.paths import read_model_config
 from rlkit.config.schema import ModelConfig, RunConfig
 from rlkit.types.errors import DataError
@@ -20,10 +20,9 @@ def model_files(cfg: RunConfig) -> Outcome:
     if not cfg.model.hf_checkpoint:
         return skipped(NO_MODEL)
     folder = Path(cfg.model.hf_checkpoint)
-    try:
-        whole = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return failed(f"{folder}/config.json: {error}", "download the checkpoint again, or correct --hf-checkpoint")
+    if problems := config_problems(folder):
+        return failed("; ".join(problems), "download the checkpoint again, or correct --hf-checkpoint")
+    whole = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if "auto_map" in whole and not cfg.model.trust_remote_code:
         return failed(
             f"{folder} brings Python code of its own (auto_map in config.json)",
@@ -40,32 +39,7 @@ def model_files(cfg: RunConfig) -> Outcome:
 
 def broken_weights(folder: Path) -> list[str]:
     """Weight files that are missing, cut off or no safetensors."""
-    index = folder / "model.safetensors.index.json"
-    names = {path.name for path in folder.glob("*.safetensors")}
-    problems: list[str] = []
-    if index.is_file():
-        try:
-            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError) as error:
-            return [f"{index.name} cannot be read: {error}"]
-        problems += [f"{name} is named by {index.name} and not there" for name in sorted(named - names)]
-    for name in sorted(names):
-        path = folder / name
-        try:
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                header: dict[str, Any] = json.loads(file.read(length))
-        except (OSError, struct.error, ValueError) as error:
-            problems.append(f"{name} is no safetensors file: {error}")
-            continue
-        end = (
-            8
-            + length
-            + max((item["data_offsets"][1] for key, item in header.items() if key != "__metadata__"), default=0)
-        )
-        if path.stat().st_size < end:
-            problems.append(f"{name} was cut off: {path.stat().st_size:,} of {end:,} bytes")
-    return problems
+    return [*missing_shards(folder), *weight_problems(folder)]
 
 
 def tokenizer(cfg: RunConfig) -> Outcome:

@@ -19,10 +19,12 @@ from rlkit.config.fields import all_fields, sections
 from rlkit.config.load import DEFAULT, ResolvedConfig
 from rlkit.config.redaction import redacted
 from rlkit.config.rules import advice, check_paths
+from rlkit.config.rules.paths import checkpoints_can_be_read
 from rlkit.config.schema import RunConfig
 from rlkit.config.sglang_flags import PREFIX
 from rlkit.config.wording import count
 from rlkit.orchestration.layout import Layout, plan_layout
+from rlkit.types.errors import ConfigError
 
 _MAX_WIDTH = 120
 _NO_BREAK = "\N{NO-BREAK SPACE}"
@@ -30,9 +32,14 @@ _MAX_NODES_DRAWN = 4
 
 
 def print_dry_run(resolved: ResolvedConfig, file: TextIO) -> None:
-    """Write everything to `file`, as wide as the terminal but at most 120 columns."""
+    """Write everything to `file`, as wide as the terminal but at most 120 columns.
+
+    ConfigError for checkpoint files that are there and cannot be right.
+    """
     cfg = resolved.config
     width = min(shutil.get_terminal_size().columns, _MAX_WIDTH)
+    if problems := checkpoints_can_be_read(cfg):
+        raise ConfigError("\n".join(problems))
     dry_run_megatron.require_possible(cfg)
     layout = plan_layout(cfg)
     parts = [

@@ -3,16 +3,11 @@
 Activations, logits, the KV cache and communication buffers depend on the run and are not guessed here.
 """
 
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 
 from rlkit.cli.model_size import ModelSize, model_size
+from rlkit.config.gpu_memory import GPU_MEMORY_GIB
 from rlkit.config.schema import RunConfig
-
-GPU_MEMORY_GIB: Mapping[str, float] = MappingProxyType(
-    {"A100": 80.0, "H100": 79.6, "H200": 140.4, "B200": 179.1, "L40S": 45.0}
-)
-"""What the driver reports for these cards; the 80 GB variants of A100 and H100. Others: `--gpu-memory-gib`."""
 
 _GIB = 1024**3
 _MASTER, _GRADIENT, _ADAM = 4, 4, 8

@@ -3,10 +3,12 @@
 Called by `train.py`. Imports neither torch nor ray.
 """
 
+import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from rlkit.cli.exit_status import (
 from rlkit.config.load import load_config, to_json
 from rlkit.config.redaction import redacted_config
 from rlkit.config.rules import advice, check_paths
+from rlkit.config.rules.paths import output_folder
 from rlkit.config.schema import RunConfig
 from rlkit.types.errors import (
     ConfigError,
@@ -55,7 +58,8 @@ def prepare_run(argv: Sequence[str], *, program: str = "train.py") -> RunPlan:
     cfg = resolved.config
     check_program(cfg, program)
     if cfg.debug.dry_run:
-        print_dry_run(resolved, sys.stdout)
+        with reader_may_leave():
+            print_dry_run(resolved, sys.stdout)
         raise SystemExit(0)
     problems = check_paths(cfg)
     if problems:
@@ -114,7 +118,7 @@ def num_steps(cfg: RunConfig) -> int:
 
 def run_dir(cfg: RunConfig) -> Path:
     if cfg.logging.output_dir is not None:
-        return Path(cfg.logging.output_dir)
+        return output_folder(cfg.logging.output_dir)
     return Path("runs") / f"{Path(cfg.model.hf_checkpoint).name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -148,9 +152,25 @@ def run_cli(main: Callable[[list[str]], None], argv: list[str]) -> int:
     return 0
 
 
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Printing into `| head` ends quietly, with status 0, when the reader has seen enough."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # Python flushes once more when it exits
+        os.close(nowhere)
+        raise SystemExit(0) from None
+
+
 def supervise(argv: Sequence[str]) -> int | None:
     """Run attempts in child processes; their exit status. None without `--max-restarts`, and for a dry run."""
-    cfg = load_config(argv).config
+    with reader_may_leave():  # --help
+        cfg = load_config(argv).config
     if cfg.recovery.max_restarts == 0 or cfg.debug.dry_run or cfg.debug.probe:
         return None
     from rlkit.cli.supervisor import Supervisor  # local: --help does not need it

@@ -3,18 +3,15 @@
 Used by the dry run.
 """
 
-import json
 import math
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rlkit.config.checkpoint_files import DENSE_DECODERS, config_problems, read_safetensors_header
 from rlkit.config.quantization import SCALE_SUFFIX
 from rlkit.config.rules.paths import read_model_config
-
-DENSE_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose parameters `_from_config` can count."""
+from rlkit.types.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +23,10 @@ class ModelSize:
 
 
 def model_size(folder: str) -> ModelSize | None:
-    """The size of the checkpoint in `folder`; None where neither headers nor a known architecture tell it."""
+    """The size of the checkpoint in `folder`; None where neither headers nor a known architecture tell it.
+
+    ConfigError for files that are there and cannot be right.
+    """
     config = read_model_config(folder)
     if config is None:
         return None
@@ -35,19 +35,18 @@ def model_size(folder: str) -> ModelSize | None:
         tied = config.get("tie_word_embeddings", False)
         counted = [shape for name, shape in shapes.items() if not (tied and name == "lm_head.weight")]
         return ModelSize(num_params=sum(math.prod(shape) for shape in counted), source="safetensors")
+    if problems := config_problems(Path(folder)):
+        raise ConfigError("\n".join(problems))
     num_params = _from_config(config)
     return ModelSize(num_params=num_params, source="config.json") if num_params is not None else None
 
 
 def _tensor_shapes(folder: Path) -> dict[str, list[int]]:
-    """Name -> shape over all safetensors files; each begins with the length of its JSON header (8 bytes)."""
+    """Name -> shape over all safetensors files."""
     shapes: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        tensors = header.keys() - {"__metadata__"}
-        shapes |= {name: header[name]["shape"] for name in tensors if not name.endswith(SCALE_SUFFIX)}
+        header = read_safetensors_header(path)
+        shapes |= {name: entry["shape"] for name, entry in header.items() if not name.endswith(SCALE_SUFFIX)}
     return shapes
 
 

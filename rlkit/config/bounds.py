@@ -40,7 +40,8 @@ class Bound:
         """`0 must be at least 1` where the number is not allowed."""
         if self._allows(number):
             return None
-        return f"{number} must be {self._range()}{f': {self.why}' if self.why else ''}"
+        finite = "" if math.isfinite(number) else "finite, and "
+        return f"{number} must be {finite}{self._range()}{f': {self.why}' if self.why else ''}"
 
     def _allows(self, number: float) -> bool:
         if number in self.also:

@@ -5,12 +5,12 @@ have it. Training then goes on in the compute dtype, and weights are quantised o
 """
 
 import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from rlkit.config.checkpoint_files import read_safetensors_header
 from rlkit.config.errors import ConfigError
 
 SCALE_SUFFIX = "_scale_inv"
@@ -46,7 +46,10 @@ def read_quantization(folder: str) -> Fp8Blocks | None:
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    found = config.get("quantization_config") or config.get("compression_config")
+    if not isinstance(config, dict):
+        return None  # a rule about paths says so
+    whole = cast("dict[str, Any]", config)
+    found = whole.get("quantization_config") or whole.get("compression_config")
     return parse_quantization(cast("Mapping[str, Any]", found), place=folder) if found else None
 
 
@@ -98,9 +101,7 @@ def _tensor_names(folder: Path) -> set[str]:
         return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     names: set[str] = set()
     for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            names |= json.loads(file.read(length)).keys() - {"__metadata__"}
+        names |= read_safetensors_header(path).keys()
     return names
 
 

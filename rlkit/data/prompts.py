@@ -13,7 +13,7 @@ import numpy as np
 
 from rlkit.config.schema import DataConfig, RunConfig
 from rlkit.data.conversations import checked_messages, split_conversation
-from rlkit.data.rendering import PromptRenderer, required
+from rlkit.data.rendering import PromptRenderer, check_unicode, required
 from rlkit.data.rows import open_rows
 from rlkit.data.tokenizer import Tokenizer
 from rlkit.types.errors import DataError
@@ -140,7 +140,7 @@ class PromptSource:
                 raise DataError(
                     f"--prompt-data {self._cfg.prompt_data}: {what} was {state[what]!r} when the checkpoint was saved "
                     f"and is {now!r} now, so its place in the data means nothing; restore it, or start a new run "
-                    "from those weights"
+                    "from those weights: --finetune --load DIR, where DIR holds the checkpoint"
                 )
         self._epoch, self._drawn, self._num_too_long = state["epoch"], state["drawn"], state["num_too_long"]
         self._order = self._order_of(self._epoch)
@@ -182,14 +182,17 @@ class PromptSource:
     def _row_to_prompt(self, position: int, *, epoch: int) -> Prompt:
         row, place = self._rows[position], self._rows.place(position)
         row, label = self._label(row, place)
+        check_unicode(label, f"{place}: {self._cfg.label_key or self._cfg.input_key!r}")
         text, token_ids = self._renderer.render(row, place)
+        metadata = self._renderer.metadata(row, place)
+        check_unicode(metadata, f"{place}: {self._cfg.metadata_key!r}")
         return Prompt(
             position=position,
             epoch=epoch,
             token_ids=token_ids,
             text=text,
             label=label,
-            metadata=self._renderer.metadata(row, place),
+            metadata=metadata,
             messages=self._renderer.messages(row, place) if self._keeps_messages else None,
         )
 

@@ -103,6 +103,24 @@ class PromptRenderer:
         return text
 
 
+def check_unicode(value: Any, place: str) -> None:
+    """DataError, which begins with `place`, when a text in a JSON value holds a lone surrogate: JSON can spell it, but
+    it cannot be written to any file."""
+    if isinstance(value, str):
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise DataError(f"{place} is not valid Unicode text: {error}") from error
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            check_unicode(key, place)
+            check_unicode(item, place)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_unicode(item, place)
+
+
 def required(row: Row, key: str, flag: str, place: str) -> Any:
     """A column that must be there."""
     if key not in row:

@@ -82,13 +82,25 @@ def samples_path(run_dir: Path, step: int) -> Path:
 
 
 def write_samples(run_dir: Path, record: StepSamples) -> Path:
-    """The file appears whole or not at all; an older one of the same step is replaced."""
+    """The file appears whole or not at all; an older one of the same step is replaced. Lone surrogates, which no file
+    can hold, become `?`."""
     path = samples_path(run_dir, record.step)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
-    unfinished.write_bytes(orjson.dumps({"format": FORMAT, **asdict(record)}))
+    unfinished.write_bytes(orjson.dumps({"format": FORMAT, **well_formed(asdict(record))}))
     os.replace(unfinished, path)
     return path
+
+
+def well_formed(value: Any) -> Any:
+    """The same lists, dicts and texts with `?` in place of lone surrogates: a custom function may return some."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {well_formed(key): well_formed(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [well_formed(item) for item in value]
+    return value
 
 
 def read_samples(path: Path) -> StepSamples:

@@ -18,8 +18,9 @@ def grade(rm_type: str, response: object, label: object, metadata: dict[str, obj
     `metadata["rm_type"]`, if present, takes the place of `rm_type`. A response or label that makes no sense scores 0.0;
     only an unknown grader (the message names the nearest), one that only runs have (`remote_rm`, `code`), a row of
     `ifbench` that cannot be checked, or a missing math-verify raises, RewardError. Deterministic.
-    May be called from any thread and returns within ten seconds, nearly always within microseconds: computer algebra
-    runs in processes of its own that are started when first needed and killed at a time limit.
+    May be called from any thread and works for ten seconds at most, nearly always for microseconds: computer algebra
+    runs in processes of its own that are started when first needed and killed at a time limit. While other threads keep
+    them all busy a call waits its turn, which changes no reward; after two minutes of that it raises RewardError.
     """
     verdict = assess(rm_type, response, label, metadata if isinstance(metadata, Mapping) else {}, _watch())
     if isinstance(verdict, AlgebraNeeded):

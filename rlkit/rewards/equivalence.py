@@ -287,6 +287,9 @@ def _compare_expressions(left: str, right: str, algebra: Algebra) -> Verdict:
     bases = _BASE.fullmatch(left_core), _BASE.fullmatch(right_core)
     if bases[0] and bases[1] and bases[0][2] != bases[1][2]:
         return False  # the same digits in base 5 and base 6; algebra would take the base for a decoration
+    for based, plain in ((bases[0], right_core), (bases[1], left_core)):
+        if based and plain.isdigit():
+            return based[2] == "10" and based[1].lstrip("0") == plain.lstrip("0")
     if _SPACED_DIGITS.search(left_core + "|" + right_core):
         return False  # two numbers side by side; algebra would add or multiply them
     return algebra(left_core, right_core)

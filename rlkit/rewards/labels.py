@@ -5,6 +5,7 @@ list holds alternatives.
 """
 
 import math
+from decimal import Decimal
 from numbers import Integral, Real
 
 _MAX_INTEGER_BITS = 10_000  # Python refuses to print longer integers; nobody writes them as an answer
@@ -47,6 +48,7 @@ def _number_texts(value: object) -> tuple[str, ...]:
         number = float(value)
         if not math.isfinite(number):
             return ()
-        # 15 digits are what a decimal survives in binary; 0.1 + 0.2 is graded as 0.3, 42.0 as 42.
-        return tuple(dict.fromkeys((f"{number:.15g}", repr(number))))
+        # 15 digits are what a decimal survives in binary; 0.1 + 0.2 is graded as 0.3, 42.0 as 42, 1e20 digit by digit.
+        spellings = f"{number:.15g}", repr(number)
+        return tuple(dict.fromkeys((*(f"{Decimal(text):f}" for text in spellings), *spellings)))
     return ()

@@ -367,9 +367,13 @@ class GraderPool:
             raise RewardError(
                 f"{source} returned {value!r} of type {type(value).__name__}; return a number, a dict or None"
             )
-        if not math.isfinite(value):
+        try:
+            reward = float(value)
+        except OverflowError:  # an integer, maybe too long to be printed
+            raise _UnscoredError("not_finite", "the reward is an integer beyond the largest float") from None
+        if not math.isfinite(reward):
             raise _UnscoredError("not_finite", f"the reward is {value}")
-        return float(value)
+        return reward
 
     def _pick(self, value: Mapping[str, Any], *, evaluation: bool) -> Any:
         flag, key = "--reward-key", self._cfg.reward_key

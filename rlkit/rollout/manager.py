@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlkit.config.rules.paths import read_model_config
 from rlkit.config.rules.required import reads_prompts
 from rlkit.config.schema import RunConfig
 from rlkit.data.prompts import GivenResponses, PromptSource
@@ -244,7 +245,9 @@ class RolloutManager:
 
     async def _collect(self, step: int) -> tuple[list[SampleGroup], Selection]:
         if self._cfg.debug.load_debug_rollout_data is not None:
-            _, groups = load_rollout(rollout_path(self._cfg.debug.load_debug_rollout_data, step))
+            vocab_size = (read_model_config(self._cfg.model.hf_checkpoint) or {}).get("vocab_size")
+            path = rollout_path(self._cfg.debug.load_debug_rollout_data, step)
+            _, groups = load_rollout(path, vocab_size=vocab_size)
             return groups, Selection()
         assert self._source is not None
         events = GroupLedger(self._ledger, step)

@@ -1,6 +1,6 @@
 """What travels from a prompt file to a training batch: `Prompt`, `Sample`, `SampleGroup`.
 
-Made by `data/` and `rollout/`, graded by `rewards/`, packed by `rollout/batching.py`. No tensors: these are lists,
+Made by `data/` and `rollout/`, graded by `rewards/`, packed by `algo/batching.py`. No tensors: these are lists,
 cheap to log and to write as JSON. Invariant of a finished sample: `len(loss_mask) == len(rollout_logprobs) ==
 response_length == len(tokens) - prompt_length`.
 """

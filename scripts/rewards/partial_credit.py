@@ -8,7 +8,7 @@ import math
 import re
 from typing import Any
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"-?(?:[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?")
 FOR_A_NUMBER = 0.1
 """For any number at all."""
 FOR_CLOSENESS = 0.3
@@ -35,6 +35,7 @@ def score(response: str, label: Any, metadata: dict[str, Any]) -> dict[str, floa
 
 
 def last_number(text: str) -> float | None:
-    """The last decimal number of a text; thousands separators are left out."""
+    """The last decimal number of a text; commas between groups of three digits are left out, all others
+    separate numbers."""
     found = NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None

@@ -1,8 +1,11 @@
 """Prompt files are looked at before anything starts."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,3 +66,60 @@ def test_an_empty_file_is_an_error_at_the_start(model: Path, tmp_path: Path):
     path.write_text("\n\n")
     with pytest.raises(ConfigError, match="its file is empty"):
         prepare_run(argv(model, path, "--num-rollout", "1"))
+
+
+def test_a_parquet_file_is_launched(model: Path, tmp_path: Path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "p.parquet"
+    parquet.write_table(pyarrow.table({"input": ["1+2="] * 8, "label": ["3"] * 8}), path)
+    assert prepare_run(argv(model, path, "--num-epoch", "2")).num_steps == 4
+    with pytest.raises(ConfigError, match="holds no row; its file has 8"):
+        prepare_run(argv(model, Path(f"{path}@[8:]"), "--num-rollout", "1"))
+
+
+def lfs_pointer(path: Path) -> None:
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 1\n")
+
+
+WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "pointer": (lfs_pointer, "is a Git LFS pointer"),
+    "cut in the data": (lambda path: os.truncate(path, path.stat().st_size - 100), "was cut off"),
+    "cut in the header": (lambda path: os.truncate(path, 100), "was cut off"),
+    "cut in the length": (lambda path: os.truncate(path, 5), "was cut off"),
+    "empty": (lambda path: os.truncate(path, 0), "is empty"),
+    "another file": (lambda path: path.write_bytes(b"<!doctype html><html>"), "is no safetensors file"),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=["launch", "dry-run"])
+def test_weights_that_are_none_are_named(model: Path, rows: Path, tmp_path: Path, name: str, more: tuple[str, ...]):
+    copy = Path(shutil.copytree(model, tmp_path / "model"))
+    break_it, said = WEIGHTS[name]
+    (path,) = copy.glob("*.safetensors")
+    break_it(path)
+    with pytest.raises(ConfigError, match=f"{path} {said}"):
+        prepare_run(argv(copy, rows, "--num-rollout", "1", *more))
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "{}", '{"model_type": "qwen3", "vocab_size": "x"}'])
+@pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=["launch", "dry-run"])
+def test_a_config_json_that_is_none_is_named(model: Path, rows: Path, tmp_path: Path, text: str, more: tuple[str, ...]):
+    copy = Path(shutil.copytree(model, tmp_path / "model"))
+    (copy / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=str(copy / "config.json")):
+        prepare_run(argv(copy, rows, "--num-rollout", "1", *more))
+
+
+def test_home_is_found_without_a_shell(model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert prepare_run(argv(model, rows, "--num-rollout", "1", "--output-dir=~/r")).run_dir == tmp_path / "r"
+
+
+def test_a_reader_of_the_dry_run_may_leave(model: Path, rows: Path):
+    words = [sys.executable, str(ROOT / "train.py"), *argv(model, rows, "--num-rollout", "1", "--dry-run")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        assert program.stdout is not None and program.stderr is not None
+        program.stdout.close()
+        said = program.stderr.read()
+    assert (program.returncode, said) == (0, b"")

@@ -171,8 +171,13 @@ def change_config(model: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def point_elsewhere(model: Path) -> None:
+    next(model.glob("*.safetensors")).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 1\n")
+
+
 BROKEN_FILES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a download that was cut off": (cut_weights, "was cut off", "download these files again"),
+    "a Git LFS pointer": (point_elsewhere, "is a Git LFS pointer", "download these files again"),
     "a shard that is missing": (
         lose_a_shard,
         "model-00002-of-00002.safetensors is named by",

@@ -22,7 +22,7 @@ def on_disk(tmp_path: Path) -> dict[str, Any]:
     """Fields of a run whose files are all there."""
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({"num_attention_heads": 6}))
+    (model / "config.json").write_text(json.dumps({"model_type": "x", "num_attention_heads": 6}))
     for name in ("train.jsonl", "test.jsonl", "grade.py"):
         (tmp_path / name).touch()
     return {
@@ -56,6 +56,8 @@ def test_nothing_is_missing(make_config: Make, on_disk: dict[str, Any]):
         ({"load_debug_rollout_data": "{tmp}/no.jsonl"}, "there is no file {tmp}/no.jsonl"),
         ({"load_debug_rollout_data": "{tmp}/n_{{rollout_id}}", "start_rollout_id": 3}, "there is no file {tmp}/n_3"),
         ({"output_dir": "{tmp}/train.jsonl"}, "is a file, not a folder; choose another --output-dir"),
+        ({"output_dir": "{tmp}/train.jsonl/x"}, "{tmp}/train.jsonl is a file, not a folder; choose another --output"),
+        ({"save": "/proc/y"}, "save = /proc/y: no folder can be made in /proc"),
         (
             {"rollout_num_gpus_per_engine": 4, "actor_num_gpus_per_node": 4},
             "splits attention 4 ways, but the model has num_attention_heads = 6",
@@ -97,7 +99,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(make_config: Make, on_disk: 
     ours, same, other = tmp_path / "model", tmp_path / "same", tmp_path / "other"
     for folder, vocabulary in ((ours, ["a", "b", "c"]), (same, ["a", "b", "c"]), (other, ["a", "c", "b"])):
         folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps({"num_attention_heads": 6}))
+        (folder / "config.json").write_text(json.dumps({"model_type": "x", "num_attention_heads": 6}))
         tokenizer = {"model": {"vocab": {token: number for number, token in enumerate(vocabulary)}}}
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert check_paths(make_config(**on_disk, use_opd=True, opd_teacher_load=str(same))) == []
@@ -175,3 +177,43 @@ def test_advice_is_given_where_it_helps(make_config: Make, name: str):
 
 def test_a_plain_run_needs_no_advice(make_config: Make):
     assert advice(make_config()) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "flag"),
+    [
+        ({"wandb_mode": "offline"}, "--use-wandb"),
+        ({"wandb_project": "p"}, "--use-wandb"),
+        ({"wandb_run_name": "n"}, "--use-wandb"),
+        ({"tensorboard_dir": "t"}, "--use-tensorboard"),
+        ({"mlflow_run_name": "m"}, "--use-mlflow"),
+    ],
+    ids=lambda fields: " ".join(fields) if isinstance(fields, dict) else "",
+)
+def test_options_of_a_tracker_that_is_off_are_noted(make_config: Make, fields: dict[str, Any], flag: str):
+    (sentence,) = advice(make_config(**fields))
+    assert sentence == f"{next(iter(fields))} is not used without {flag}"
+
+
+CONFIGS = {
+    "no object": ("[]", "holds a list, not an object"),
+    "cut off": ("{", "is not JSON"),
+    "empty": ("{}", "has no model_type"),
+    "no size": ('{"model_type": "qwen3", "vocab_size": 5}', "hidden_size is missing"),
+    "no number": ('{"model_type": "qwen3", "vocab_size": "x"}', 'vocab_size = "x" is not a whole number above 0'),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_json_that_cannot_be_right_is_named(make_config: Make, on_disk: dict[str, Any], name: str):
+    text, message = CONFIGS[name]
+    path = Path(on_disk["hf_checkpoint"]) / "config.json"
+    path.write_text(text)
+    problems = check_paths(make_config(**on_disk))
+    assert any(message in problem and str(path) in problem for problem in problems), problems
+
+
+def test_the_probe_of_an_output_folder_leaves_nothing(make_config: Make, on_disk: dict[str, Any], tmp_path: Path):
+    before = sorted(tmp_path.iterdir())
+    assert check_paths(make_config(**on_disk, output_dir=f"{tmp_path}/a/b", save=str(tmp_path))) == []
+    assert sorted(tmp_path.iterdir()) == before

@@ -30,6 +30,10 @@ TWO_NODES = {"actor_num_nodes": 2, "actor_num_gpus_per_node": 8}
 REPLAY = {"load_debug_rollout_data": "dump_{rollout_id}.jsonl"}
 
 EXAMPLES: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+    "gpu_is_known": [
+        ({"gpu_type": "H10"}, {"gpu_type": "h100"}),
+        ({"gpu_type": "T4"}, {"gpu_type": "T4", "gpu_memory_gib": 15.0}),
+    ],
     "prompts_per_rollout": [
         ({"rollout_batch_size": 0}, {"rollout_batch_size": 1}),
         ({"rollout_batch_size": -4}, {"rollout_batch_size": 0, "num_rollout": 0, **EVAL}),
@@ -549,3 +553,17 @@ def test_rules_know_the_device_at_launch(make_config: Make):
     assert check(cfg) == check_on(cfg, "cuda") == []
     (message,) = check_on(cfg, "cpu")
     assert "embedded engine" in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"gpu_type": "H10"}, "did you mean --gpu-type H100?"),
+        ({"gpu_type": "T4"}, "--gpu-memory-gib"),
+        ({"lr": float("inf")}, "lr = inf must be finite, and at least 0"),
+        ({"rm_type": "nope"}, "the nearest is "),
+    ],
+    ids=["gpu", "unknown-gpu", "infinite", "grader"],
+)
+def test_what_is_nearly_right_is_named(make_config: Callable[..., RunConfig], fields: dict[str, Any], said: str):
+    assert any(said in problem for problem in check(make_config(**fields)))

@@ -21,7 +21,7 @@ SECRETS = ("hf_abcdefgh1234", "s3cr3t-password", "tok-9876543210")
 def argv(tmp_path: Path) -> list[str]:
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text("{}")
+    (model / "config.json").write_text('{"model_type": "x"}')
     (tmp_path / "p.jsonl").write_text('{"input": "x"}\n')
     variables = {"HF_TOKEN": SECRETS[0], "NCCL_DEBUG": "INFO", "MY_SERVICE_PASSWORD": SECRETS[1]}
     return [

@@ -82,6 +82,9 @@ def test_template_arguments_tools_and_metadata_arrive(jsonl, tokenizer):
         ({"input": 7}, {}, "is a int, not a string"),
         ({"input": ""}, {}, "is empty"),
         ({"input": "a\ud800"}, {}, "not valid Unicode"),
+        ({"input": "w1", "label": "\ud800"}, {"label_key": "label"}, "'label' is not valid Unicode"),
+        ({"input": "w1", "label": ["a", "\ud800"]}, {"label_key": "label"}, "'label' is not valid Unicode"),
+        ({"input": "w1", "metadata": {"a": {"b": "\udfff"}}}, {}, "'metadata' is not valid Unicode"),
         ({"input": []}, {"apply_chat_template": True}, "non-empty list of messages"),
         ({"input": ["w1"]}, {"apply_chat_template": True}, "message without a role"),
         ({"input": [{"role": "user"}]}, {"apply_chat_template": True}, "the chat template refuses"),
@@ -171,7 +174,7 @@ def test_a_place_in_other_data_is_refused(jsonl, tokenizer, change, message):
     state = PromptSource(config(jsonl(numbered(10)), rollout_shuffle=True), tokenizer).state()
     rows, cut = change.pop("rows", numbered(10)), change.pop("slice", "")
     changed = PromptSource(config(jsonl(rows, "b.jsonl") + cut, **{"rollout_shuffle": True, **change}), tokenizer)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=f"{message}.*--finetune --load DIR"):
         changed.load_state(state)
 
 

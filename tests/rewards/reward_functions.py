@@ -30,6 +30,7 @@ def odd(response, label, metadata):
         "list": [1.0],
         "true": True,
         "integer": 3,
+        "huge": 10**400,
         "empty": {},
     }[response]
 

@@ -15,6 +15,7 @@ import pytest
 from rlkit.rewards import algebra, grade
 from rlkit.rewards.process import GraderProcess, WorkerLostError
 from rlkit.rewards.wire import WorkerSetup
+from rlkit.types.errors import RewardError
 
 LIMIT_S = 10.0
 HOSTILE = {
@@ -81,8 +82,40 @@ def test_more_hostile_threads_than_processes_delay_but_do_not_spoil_others():
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         results = list(pool.map(hostile, range(24)))
     assert {reward for reward, _ in results} == {0.0}
-    assert max(seconds for _, seconds in results) < LIMIT_S
+    assert max(seconds for _, seconds in results) < algebra.QUEUE_LIMIT_S + algebra.CALL_LIMIT_S
     assert grade("math", r"\boxed{\sqrt{98}}", r"7\sqrt{2}") == 1.0
+
+
+def test_waiting_for_other_threads_changes_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait behind hostile answers is longer than a call may work, and does not count against it."""
+    monkeypatch.setattr(algebra, "_MAX_PROCESSES", 1)
+    monkeypatch.setattr(algebra, "CPU_LIMIT_S", 1.0)
+    monkeypatch.setattr(algebra, "CALL_LIMIT_S", 2.5)
+    service = algebra.AlgebraService()
+    assert service.any_equal((("\\sqrt{5}", "5^{1/2}"),))
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        hostile = [pool.submit(service.any_equal, ((f"x^{{{10**9 + n}}}-1", "y"),)) for n in range(4)]
+        time.sleep(0.2)
+        began = time.monotonic()
+        right = [pool.submit(service.any_equal, ((f"\\sqrt{{{n}}}", f"({n})^{{1/2}}"),)) for n in (3, 7)]
+        assert [future.result(timeout=60) for future in right] == [True, True]
+        assert time.monotonic() - began > algebra.CALL_LIMIT_S, "they had to wait for the hostile ones"
+        assert [future.result(timeout=60) for future in hostile] == [False] * 4
+
+
+def test_a_call_that_never_gets_a_process_is_an_error_and_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(algebra, "_MAX_PROCESSES", 1)
+    service = algebra.AlgebraService()
+    assert service.any_equal((("\\sqrt{5}", "5^{1/2}"),))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        hostile = pool.submit(service.any_equal, (("x^{1000000000}-1", "y"),))
+        time.sleep(0.2)
+        monkeypatch.setattr(algebra, "QUEUE_LIMIT_S", 0.3)
+        with pytest.raises(RewardError, match="no algebra process was free"):
+            service.any_equal((("\\sqrt{3}", "3^{1/2}"),))
+        assert hostile.result(timeout=60) is False
+    monkeypatch.setattr(algebra, "QUEUE_LIMIT_S", 60.0)
+    assert service.any_equal((("\\sqrt{3}", "3^{1/2}"),))
 
 
 def test_works_inside_an_event_loop():

@@ -127,16 +127,19 @@ def test_numbers_of_other_libraries_become_plain():
 
 
 def test_what_is_no_finite_number_leaves_the_sample_unscored():
-    results, counts = run(custom("odd"), *(sample_of(name) for name in ("none", "nan", "inf", "true", "integer")))
-    assert [result.reward for result in results] == [None, None, None, 1.0, 3.0]
+    results, counts = run(
+        custom("odd"), *(sample_of(name) for name in ("none", "nan", "inf", "true", "integer", "huge"))
+    )
+    assert [result.reward for result in results] == [None, None, None, 1.0, 3.0, None]
     assert [result.error and result.error.split(":")[0] for result in results] == [
         "none",
         "not_finite",
         "not_finite",
         None,
         None,
+        "not_finite",
     ]
-    assert (counts["none"], counts["not_finite"], counts["graded"]) == (1, 2, 2)
+    assert (counts["none"], counts["not_finite"], counts["graded"]) == (1, 3, 2)
 
 
 @pytest.mark.parametrize("name", ["text", "list"])

@@ -53,7 +53,9 @@ def letters(text: str) -> list[int]:
 
 def write_checkpoint(folder: Path, *, template: str = TEMPLATE, context: int = 1024) -> Path:
     chat_tokenizer(template).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": context, "eos_token_id": END}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "x", "max_position_embeddings": context, "eos_token_id": END})
+    )
     return folder
 
 

@@ -35,7 +35,9 @@ def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
-    (path / "config.json").write_text(json.dumps({"max_position_embeddings": 64, "eos_token_id": EOS}))
+    (path / "config.json").write_text(
+        json.dumps({"model_type": "x", "max_position_embeddings": 64, "eos_token_id": EOS})
+    )
     return path
 
 

@@ -86,7 +86,9 @@ def test_the_trainer_gets_the_very_ids_that_the_engine_saw(
     folder = tmp_path / "model"
     tokenizer.save_pretrained(folder)
     end = tokenizer.eos_token_id
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 1024, "eos_token_id": end}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "x", "max_position_embeddings": 1024, "eos_token_id": end})
+    )
     spelled = tokenizer.convert_tokens_to_ids(list(TOOL_CALL))
     assert tokenizer.decode(spelled) == TOOL_CALL
     assert tokenizer.encode(TOOL_CALL, add_special_tokens=False) != spelled

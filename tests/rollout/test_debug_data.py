@@ -74,6 +74,15 @@ def test_values_that_json_lacks_become_text(tmp_path: Path):
     assert load_rollout(tmp_path / "r")[1][0].samples[1].reward_detail == {"set": "{1}", "2": "key"}
 
 
+def test_lone_surrogates_of_a_custom_function_become_question_marks(tmp_path: Path):
+    group = random_groups()[0]
+    group.samples[1].response = "a\ud800é"
+    group.samples[1].reward_detail = {"\udfff": ["\ud800"]}
+    save_rollout(tmp_path / "r", 0, [group])
+    sample = load_rollout(tmp_path / "r")[1][0].samples[1]
+    assert (sample.response, sample.reward_detail) == ("a?é", {"?": ["?"]})
+
+
 def test_a_number_that_json_cannot_keep_is_refused_by_name(tmp_path: Path):
     group = random_groups()[0]
     group.samples[0].label = 2**70
@@ -100,6 +109,14 @@ def _break(path: Path, how: str) -> None:
         fields = json.loads(lines[2])
         fields["samples"][4]["loss_mask"].pop()
         lines[2] = json.dumps(fields).encode()
+    elif how == "head-is-a-list":
+        lines[0] = b"[]"
+    elif how == "group-is-a-list":
+        lines[2] = b"[1]"
+    elif how.startswith("head-without-"):
+        head = json.loads(lines[0])
+        del head[how.removeprefix("head-without-")]
+        lines[0] = json.dumps(head).encode()
     path.write_bytes(b"\n".join(lines) + b"\n")
 
 
@@ -111,6 +128,10 @@ def _break(path: Path, how: str) -> None:
         ("other-format", "not a rollout of format"),
         ("missing-field", r"r.jsonl:3: not a sample group: .*seed"),
         ("unknown-status", r"r.jsonl:3: .*lost"),
+        ("head-is-a-list", r"r.jsonl:1: not a JSON object: \[\]"),
+        ("group-is-a-list", r"r.jsonl:3: not a JSON object: \[1\]"),
+        ("head-without-num_groups", r"r.jsonl:1: num_groups is None"),
+        ("head-without-step", r"r.jsonl:1: step is None"),
         ("mask-too-short", r"r.jsonl:3: sample 1/4 has 8 response tokens, 7 mask entries"),
     ],
 )
@@ -120,6 +141,36 @@ def test_a_broken_file_is_named_with_its_line(tmp_path: Path, how: str, message:
     _break(path, how)
     with pytest.raises(DataError, match=message):
         load_rollout(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("tokens", -5, r"tokens\[2\] is -5, not a token id below 50000"),
+        ("tokens", 10_000_000, r"tokens\[2\] is 10000000, not a token id below 50000"),
+        ("tokens", 1.5, r"tokens\[2\] is 1.5, not a token id"),
+        ("loss_mask", 2, r"loss_mask\[2\] is 2, not 0 or 1"),
+        ("loss_mask", -1, r"loss_mask\[2\] is -1, not 0 or 1"),
+        ("rollout_logprobs", "a", r"rollout_logprobs\[2\] is 'a', not a finite number"),
+        ("rollout_logprobs", None, r"rollout_logprobs\[2\] is None, not a finite number"),
+        ("reward", "1", "reward is '1', not a finite number or null"),
+        ("prompt_length", 99, r"prompt_length is 99, not an integer from 0 to 12"),
+    ],
+)
+def test_a_value_that_cannot_be_trained_on_is_named(tmp_path: Path, field: str, value: object, message: str):
+    path = tmp_path / "r.jsonl"
+    save_rollout(path, 0, random_groups())
+    lines = path.read_bytes().splitlines()
+    fields = json.loads(lines[2])
+    sample = fields["samples"][4]
+    if isinstance(sample[field], list):
+        sample[field][2] = value
+    else:
+        sample[field] = value
+    lines[2] = json.dumps(fields).encode()
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(DataError, match=rf"r\.jsonl:3: sample 1/4: {message}"):
+        load_rollout(path, vocab_size=50_000)
 
 
 def test_a_missing_file_names_the_flag(tmp_path: Path):

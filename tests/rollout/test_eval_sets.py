@@ -204,7 +204,7 @@ def test_pass_rates_of_training_rollouts_on_demand():
     ("given", "said"),
     [
         ("n_samples_per_eval_prompt: 0", "n_samples_per_eval_prompt = 0 must be at least 1"),
-        ("temperature: .nan", "temperature = nan must be at least 0"),
+        ("temperature: .nan", "temperature = nan must be finite, and at least 0"),
         ("temperature: -1.0", "temperature = -1.0"),
         ("top_p: 2.0", "top_p = 2.0 must be above 0 and at most 1"),
         ("top_k: 0", "top_k = 0"),

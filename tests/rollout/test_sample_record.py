@@ -55,6 +55,14 @@ def test_pieces_stand_where_their_character_ends():
     assert "".join(pieces(ByteTokenizer(), [0xC3])) != ""  # type: ignore[arg-type]
 
 
+def test_a_text_that_is_no_unicode_is_written_with_a_question_mark(tmp_path: Path):
+    odd = sample(0, reward=1.0)
+    odd.label = "a\ud800é"
+    recorder = SampleRecorder(tmp_path, ByteTokenizer(), num_samples=1)  # type: ignore[arg-type]
+    recorder.generated(0, groups_of([odd]))
+    assert read_samples(samples_path(tmp_path, 0)).samples[0].label == "a?é"
+
+
 def test_a_step_is_written_before_and_after_training(tmp_path: Path):
     samples = [sample(i, reward=float(i), length=3) for i in range(4)]
     samples[3] = sample(3, reward=3.0, length=HEAD_TOKENS + TAIL_TOKENS + 5, mask=[1, 0, 1] * 1000)

@@ -1,4 +1,4 @@
-"""The FSDP2 backend: one training rank behind five functions (`backends/base.py`). Read `trainer.py` for what
+"""The FSDP2 backend: one training rank behind the functions of `backends/base.py`. Read `trainer.py` for what
 happens in a step.
 """
 

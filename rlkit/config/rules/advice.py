@@ -1,7 +1,11 @@
 """What works, but probably not as meant: sentences printed before a run, never errors."""
 
 from rlkit.config.rules.required import evaluates, generates, trains
-from rlkit.config.schema import RunConfig
+from rlkit.config.schema import LoggingConfig, ReportConfig, RunConfig
+
+_WANDB = ("wandb_mode", "wandb_project", "wandb_group", "wandb_team", "wandb_run_name")
+_TENSORBOARD = ("tensorboard_dir", "tb_project_name", "tb_experiment_name")
+_MLFLOW = ("mlflow_tracking_uri", "mlflow_experiment", "mlflow_run_name")
 
 
 def truncated_sampling_biases_the_gradient(cfg: RunConfig) -> str | None:
@@ -172,10 +176,20 @@ def reward_kl_is_biased(cfg: RunConfig) -> str | None:
 
 
 def no_logging_account_is_used(cfg: RunConfig) -> str | None:
-    options = cfg.logging
-    if options.use_wandb or options.wandb_group is None:
-        return None
-    return f"wandb_group = {options.wandb_group} is not used without --use-wandb"
+    """Options of a tracker that is off."""
+    log, report = cfg.logging, cfg.report
+    trackers: list[tuple[bool, str, LoggingConfig | ReportConfig, tuple[str, ...]]] = [
+        (log.use_wandb, "--use-wandb", log, _WANDB),
+        (report.use_tensorboard, "--use-tensorboard", report, _TENSORBOARD),
+        (report.use_mlflow, "--use-mlflow", report, _MLFLOW),
+    ]
+    unused: list[str] = []
+    for is_used, flag, section, names in trackers:
+        defaults = type(section)()
+        given = [name for name in names if getattr(section, name) != getattr(defaults, name)]
+        if given and not is_used:
+            unused.append(f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} not used without {flag}")
+    return "; ".join(unused) or None
 
 
 def asynchronous_samples_are_off_policy(cfg: RunConfig) -> str | None:

@@ -3,7 +3,9 @@
 import re
 from typing import Any
 
+from rlkit.config.gpu_memory import GPU_MEMORY_GIB
 from rlkit.config.schema import RunConfig
+from rlkit.config.values import nearest
 
 _ADDRESS = re.compile(r"[^\s:/]+:\d+")
 
@@ -254,6 +256,15 @@ def flash_attention_has_its_dtype(cfg: RunConfig) -> str | None:
     return None
 
 
+def gpu_is_known(cfg: RunConfig) -> str | None:
+    name = cfg.cluster.gpu_type
+    if name is None or cfg.cluster.gpu_memory_gib is not None or name.upper() in GPU_MEMORY_GIB:
+        return None
+    close = nearest(name.upper(), GPU_MEMORY_GIB)
+    hint = f"did you mean --gpu-type {close}?" if close else f"known are {', '.join(GPU_MEMORY_GIB)}."
+    return f"gpu_type = {name} is no GPU whose memory is known; {hint} For others pass --gpu-memory-gib as well"
+
+
 def attention_shares_its_context(cfg: RunConfig) -> str | None:
     cp = cfg.train.context_parallel_size
     if cfg.model.attn_implementation != "flash_attention_3" or cp <= 1 or not cfg.starts_trainer:
@@ -290,4 +301,5 @@ RULES = (
     sglang_parallel_sizes_fit,
     sglang_memory_is_a_fraction,
     flash_attention_has_its_dtype,
+    gpu_is_known,
 )

@@ -2,10 +2,13 @@
 
 import importlib.util
 import json
+import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from rlkit.config.checkpoint_files import config_problems, missing_shards, weight_problems
 from rlkit.config.errors import ConfigError
 from rlkit.config.eval_sets import eval_sets
 from rlkit.config.hooks import HOOKS, check_source
@@ -17,8 +20,8 @@ from rlkit.config.rules.sampling import functions_can_be_called
 from rlkit.config.schema import RunConfig
 
 
-def checkpoints_are_there(cfg: RunConfig) -> list[str]:
-    """`--hf-checkpoint`, and `--ref-load` where it is used, are folders with a config.json."""
+def checkpoint_folders(cfg: RunConfig) -> list[tuple[str, str, str]]:
+    """(field, flag, folder) of every Hugging Face checkpoint that the run reads."""
     folders = [("hf_checkpoint", "--hf-checkpoint", cfg.model.hf_checkpoint)]
     if cfg.needs_reference and cfg.model.ref_load is not None:
         folders.append(("ref_load", "--ref-load", cfg.model.ref_load))
@@ -28,8 +31,25 @@ def checkpoints_are_there(cfg: RunConfig) -> list[str]:
         folders.append(("critic_load", "--critic-load", cfg.critic.critic_load))
     if cfg.reward.rm_model is not None:
         folders.append(("rm_model", "--rm-model", cfg.reward.rm_model))
+    return folders
+
+
+def checkpoints_can_be_read(cfg: RunConfig) -> list[str]:
+    """What is wrong with the checkpoint files that are on this machine; those that are not are none of it."""
+    folders = [Path(folder) for folder in dict.fromkeys(folder for _, _, folder in checkpoint_folders(cfg))]
     found: list[str] = []
-    for name, flag, folder in folders:
+    for folder in folders:
+        if (folder / "config.json").is_file():
+            found += [*config_problems(folder), *weight_problems(folder)]
+    return found
+
+
+def checkpoints_are_there(cfg: RunConfig) -> list[str]:
+    """`--hf-checkpoint`, and `--ref-load` where it is used, are folders with a config.json and all weights of their
+    index.
+    """
+    found: list[str] = []
+    for name, flag, folder in checkpoint_folders(cfg):
         path = Path(folder)
         if not path.is_dir():
             looks_like_hub = folder.count("/") == 1 and not folder.startswith((".", "/", "~"))
@@ -37,6 +57,8 @@ def checkpoints_are_there(cfg: RunConfig) -> list[str]:
             found.append(f"{name} = {folder} is not a folder; {remedy}")
         elif not (path / "config.json").is_file():
             found.append(f"{name} = {folder} has no config.json, so it is no Hugging Face checkpoint; correct {flag}")
+        else:
+            found += [f"{name} = {folder}: {problem}" for problem in missing_shards(path)]
     return found
 
 
@@ -173,10 +195,30 @@ def output_folders_can_be_made(cfg: RunConfig) -> list[str]:
         "update_weight_disk_dir": cfg.sync.update_weight_disk_dir,
     }
     return [
-        f"{name} = {folder} is a file, not a folder; choose another --{name.replace('_', '-')}"
+        f"{name} = {folder}: {problem}; choose another --{name.replace('_', '-')}"
         for name, folder in folders.items()
-        if folder is not None and Path(folder).exists() and not Path(folder).is_dir()
+        if folder is not None and (problem := _why_not_writable(output_folder(folder)))
     ]
+
+
+def output_folder(name: str) -> Path:
+    """`~` is the home folder also where no shell has replaced it: in a recipe, and after `--output-dir=`."""
+    return Path(name).expanduser()
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    """Asked of the nearest folder that is there, by making one in it and taking that away again: permissions alone
+    do not tell what a read-only or virtual file system allows.
+    """
+    while not os.path.lexists(folder) and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        return f"{folder} is a file, not a folder"
+    try:
+        with tempfile.TemporaryDirectory(prefix=".rlkit-", dir=folder):
+            return None
+    except OSError as error:
+        return f"no folder can be made in {folder} ({error.strerror})"
 
 
 def attention_heads_split_evenly(cfg: RunConfig) -> list[str]:
@@ -200,7 +242,11 @@ def read_model_config(folder: str) -> dict[str, Any] | None:
         model = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return model.get("text_config", model)
+    if not isinstance(model, dict):
+        return None
+    whole = cast("dict[str, Any]", model)
+    text = whole.get("text_config", whole)
+    return cast("dict[str, Any]", text) if isinstance(text, dict) else None
 
 
 def _read_vocabulary(folder: str) -> dict[str, int] | None:
@@ -223,6 +269,7 @@ def adapters_have_their_package(cfg: RunConfig) -> list[str]:
 
 PATH_RULES = (
     checkpoints_are_there,
+    checkpoints_can_be_read,
     adapters_have_their_package,
     quantisation_is_known,
     scoring_models_read_the_same_tokens,

@@ -1,5 +1,6 @@
 """Prompts, sampling, graders and evaluation."""
 
+import difflib
 import re
 
 from rlkit.config.fields import all_fields
@@ -89,7 +90,10 @@ def grader_is_known(cfg: RunConfig) -> str | None:
     if name is None or name in REWARD_NAMES:
         return None
     close = nearest(name, REWARD_NAMES)
-    hint = f"did you mean --rm-type {close}?" if close else f"--rm-type takes {', '.join(REWARD_NAMES)}"
+    hint = f"did you mean --rm-type {close}?" if close else ""
+    if not close:
+        (nearest_of_all,) = difflib.get_close_matches(name, REWARD_NAMES, n=1, cutoff=0.0)
+        hint = f"the nearest is {nearest_of_all}; --rm-type takes {', '.join(REWARD_NAMES)}."
     return f"rm_type = {name} is not a built-in grader; {hint} Others go through --custom-rm-path"
 
 
