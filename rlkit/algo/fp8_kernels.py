@@ -8,8 +8,8 @@ GPU, so that a CPU needs no Triton.
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 NUM_WARPS = 8
@@ -79,7 +79,7 @@ def quantise_blocks(weight_MN: Tensor, values_MN: Tensor, scale_mn: Tensor, *, p
     assert values_MN.is_contiguous() and scale_mn.is_contiguous()
     weight_MN = weight_MN if weight_MN.stride(1) == 1 else weight_MN.contiguous()
     with torch.cuda.device(weight_MN.device):
-        launch: Any = _quantise_kernel[scale_mn.shape[1], scale_mn.shape[0]]
+        launch: Any = _quantise_kernel[scale_mn.shape[1], scale_mn.shape[0]]  # pyright: ignore[reportIndexIssue]
         launch(
             weight_MN,
             values_MN,
@@ -102,7 +102,7 @@ def dequantise_blocks(values_MN: Tensor, scale_mn: Tensor, out_MN: Tensor) -> Te
     assert out_MN.is_contiguous()
     values_MN = values_MN if values_MN.stride(1) == 1 else values_MN.contiguous()
     with torch.cuda.device(values_MN.device):
-        launch: Any = _dequantise_kernel[scale_mn.shape[1], scale_mn.shape[0]]
+        launch: Any = _dequantise_kernel[scale_mn.shape[1], scale_mn.shape[0]]  # pyright: ignore[reportIndexIssue]
         launch(
             values_MN.view(torch.uint8),
             scale_mn.contiguous(),

@@ -69,7 +69,7 @@ class MlflowSink:
 
     def __init__(self, options: ReportConfig, run_dir: Path, *, config: Mapping[str, Any]) -> None:
         try:
-            from mlflow.tracking import MlflowClient
+            from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError("--use-mlflow needs the package mlflow: pip install 'rlkit[mlflow]'") from error
         own = f"sqlite:///{(run_dir / 'mlflow.db').resolve()}"
@@ -89,7 +89,7 @@ class MlflowSink:
             self._write_settings(config)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         now = int(1000 * time.time())
         rows = [
@@ -103,7 +103,7 @@ class MlflowSink:
         self._client.set_terminated(self._run_id)
 
     def _write_settings(self, config: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
+        from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
 
         parameters = [
             Param(f"{section}/{name}", shown_value(name, entry["value"])[:MAX_PARAMETER_CHARS])
