@@ -1,7 +1,7 @@
 """Kills a training run again and again, and looks at what it says it did.
 
     python tools/chaos.py --kills 100 --model MODEL --output runs/chaos        the quick start's task, hours on 2 cores
-    python tools/chaos.py --kills 3 --steps 8 --pace 1 --model MODEL --output ...          what CI does
+    python tools/chaos.py --kills 3 --steps 8 --pace 1 --model MODEL --output ...          what a slow test does
 
 MODEL comes from `make_tiny_model.py`. One process of the run (driver, rank, engine or router) is killed by SIGKILL at a
 random moment, while it starts or while it works; the same command is started again, until the run is complete; then

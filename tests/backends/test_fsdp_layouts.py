@@ -146,6 +146,7 @@ def four(root: Path) -> dict[str, Any]:
     return torch.load(root / "four.pt", weights_only=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAVED)
 def test_a_checkpoint_of_two_ranks_is_the_same_on_one_and_on_four(
     root: Path, four: dict[str, Any], checkpoints: dict[str, Path], name: str

@@ -284,6 +284,7 @@ def four_main(rank: int, port: int, root: Path, checkpoints: dict[str, Path]) ->
     destroy_process_group()
 
 
+@pytest.mark.slow
 def test_four_ranks_are_one(tmp_path: Path, checkpoints: dict[str, Path]):
     """Fewer rows of A than ranks; engines get the bytes that one rank makes of the same adapters."""
     mp.spawn(four_main, args=(free_port(), tmp_path, checkpoints), nprocs=4)  # pyright: ignore

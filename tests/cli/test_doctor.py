@@ -234,6 +234,7 @@ def test_fault_a_run_that_does_not_fit_together(model: Path):
     found_fault(flag_outcome(argv, []), "num_rollout and num_epoch are both unset", "remedy")
 
 
+@pytest.mark.slow
 def test_fault_an_engine_that_cannot_start(model: Path):
     change_config(model, model_type="no_such_architecture", architectures=["NoSuchModel"])
     found_fault(engine_contract(of(model)), "embedded: engine 0 ended with status", "the end of the engine's log")

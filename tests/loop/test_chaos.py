@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.loop, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_three_kills(tmp_path):
     model, out = tmp_path / "model", tmp_path / "chaos"
     made = subprocess.run(

@@ -33,6 +33,7 @@ def test_a_critic_learns_beside_the_policy_and_resumes_exactly(run_training):
     assert names == other["tensors"]
 
 
+@pytest.mark.slow
 def test_dpo_prefers_what_was_chosen(run_training, tmp_path: Path):
     rows = [{"input": f"{n} ?", "chosen": "yes", "rejected": "no"} for n in range(32)]
     path = tmp_path / "pairs.jsonl"

@@ -8,6 +8,7 @@ import pytest
 pytestmark = pytest.mark.loop
 
 
+@pytest.mark.slow
 def test_profile_and_environment_of_a_rank(run_training):
     run = run_training(
         *("--actor-num-gpus-per-node", 1, "--colocate", "--num-rollout", 2),

@@ -28,6 +28,7 @@ def replayed(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, s
     return status, told.out + told.err
 
 
+@pytest.mark.slow
 def test_a_recorded_step_is_the_same_and_changes_are_named(recorded: Path, capsys: pytest.CaptureFixture[str]):
     step = read_samples(samples_path(recorded, 2))
     assert 4 <= len(step.samples) <= 8 and all(sample.head.gaps for sample in step.samples)

@@ -29,6 +29,7 @@ def spread_model(tiny_model, tmp_path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_adapters_learn_and_engines_get_them_merged(run_training, spread_model, task):
     """Reward rises; after every update the engine's weights are the trainer's merged ones, byte for byte, and both
     score alike; the KL is to the base model, which is loaded once.

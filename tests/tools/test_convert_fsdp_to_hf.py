@@ -62,6 +62,7 @@ def test_every_file_is_that_of_the_export(tmp_path: Path, case: str):
             assert (tmp_path / "expected" / path).read_bytes() == (tmp_path / "found" / path).read_bytes(), path
 
 
+@pytest.mark.slow
 def test_what_is_in_the_way_is_an_error(tmp_path: Path):
     source = make_source("qwen3", tmp_path / "source")
     cfg = make_config(source)

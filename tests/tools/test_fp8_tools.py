@@ -248,6 +248,7 @@ def test_other_refusals(plain, tmp_path):
         convert_hf_to_fp8.convert(plain, tmp_path / "target", exclude=[], is_ue8m0=False, num_workers=1)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_tensor(tmp_path):
     """A process that casts 256 MB in one tensor stays within 100 MB of one that casts 1 MB."""
 

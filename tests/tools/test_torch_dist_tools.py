@@ -68,6 +68,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_there_and_back(origin, tmp_path, num_ranks):
     argv = ["--hf-checkpoint", str(origin), "--save", str(tmp_path / "ckpt")]
